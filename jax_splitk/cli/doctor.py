@@ -49,7 +49,7 @@ def examine() -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """The report of the machine, or only why there is none."""
     version = sys.modules["jax_splitk"].__version__
-    why = [requirements.unmet_version(version), requirements.unmet_module(version)]
+    why = [requirements.unmet_module(version), requirements.unmet_version(version)]
     if problems := [problem for problem in why if problem is not None]:
         return {"problems": problems}
     try:

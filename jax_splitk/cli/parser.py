@@ -88,6 +88,29 @@ def _add_bench(commands: Any) -> None:
     )
 
 
+    conv = _add(commands, "conv", "bench.conv", "the three passes of a convolution: our best configs against XLA")
+    conv.epilog = matmul.epilog
+    about = {
+        "batch": "images",
+        "in-channels": "C",
+        "out-channels": "K",
+        "input-spatial": "one to three sizes, e.g. 56 56",
+        "kernel-spatial": "the filter's, e.g. 3 3",
+    }
+    for name, meaning in about.items():
+        sizes = {"nargs": "+"} if name.endswith("spatial") else {}
+        conv.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning, **sizes)
+    for name, meaning in (("window-strides", "strides"), ("rhs-dilation", "dilation of the filter")):
+        conv.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=f"{meaning}; 1 each")
+    conv.add_argument("--padding", help="SAME, SAME_LOWER or VALID; SAME")
+    conv.add_argument("--feature-group-count", type=int, metavar="N", help="feature groups; 1")
+    conv.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
+    conv.add_argument("--out-dtype", help="of the results; that of the operands")
+    conv.add_argument("--precision", help="of float32 operands: default, high or highest; default")
+    conv.add_argument("--configs", type=int, default=3, metavar="N", help="best by the cost model, of each pass; 3")
+    conv.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
+
+
 def _add_cache(commands: Any) -> None:
     epilog = "Ratio: XLA's time to the choice's. Every file is read; exit code 1: one is damaged."
     ls = _add(commands, "ls", "cache.ls", "one line for each entry", epilog)

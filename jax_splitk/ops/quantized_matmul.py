@@ -19,7 +19,7 @@ from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.runtime.computation import one_computation
-from jax_splitk.tuning.options import Options, settled
+from jax_splitk.tuning.options import Implementation, Options, settled
 
 _X_DTYPES = (*problems.X_DTYPES, "float32")
 
@@ -29,7 +29,7 @@ def quantized_matmul(
     w: Any,
     *,
     preferred_element_type: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: Any = None,
     transposed: PackedWeight | None = None,
 ) -> jax.Array:
@@ -80,6 +80,7 @@ def quantized_matmul(
       (8, 256)
     """
     options = settled("quantized_matmul", Options(config, implementation))
+    _check_order(x, w)
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
@@ -94,6 +95,21 @@ def quantized_matmul(
     x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
     out = _matmul(layout, out_dtype, options, back, x.reshape(-1, k), leaves, back_leaves)
     return out.reshape(*x.shape[:-1], features)
+
+
+def _is_weight(x: Any) -> bool:
+    x = unwrapped(x)
+    return isinstance(x, PackedWeight) or hasattr(x, "qvalue")
+
+
+def _check_order(x: Any, w: Any) -> None:
+    """Raises TypeError for a weight in the place of the activations, and for a weight that is not quantized."""
+    kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
+    if _is_weight(x):
+        raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
+    if hasattr(w, "shape") and not isinstance(w, PackedWeight) and not _is_weight(w):
+        how = "a quantized w: w = jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64)), once"
+        raise TypeError(f"{kinds}; accepted: {how}")
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:

@@ -1,5 +1,5 @@
-"""What must be there before the package can be imported: supported versions of jax and jaxlib, and `jax_splitk._ffi`, the
-compiled module. Only the standard library is imported here."""
+"""What must be there before the package can be imported: supported versions of jax and jaxlib, and the compiled module,
+`jax_splitk._ffi`. Only the standard library is imported here."""
 
 import hashlib
 import importlib.machinery
@@ -27,26 +27,26 @@ def check(version: str) -> None:
     Args:
       version: of this package.
     """
-    if (why := unmet_version(version) or unmet_module(version)) is not None:
+    # Building a checkout installs what it needs, too.
+    if (why := unmet_module(version) or unmet_version(version)) is not None:
         raise Unmet(why)
 
 
 def unmet_version(version: str) -> str | None:
     """Which required packages are missing or too old, and the command that installs them; None where none is."""
-    wrong = {}
-    for name, oldest in OLDEST.items():
-        found = installed(name)
-        # A package without metadata (of another build system) cannot be judged.
-        if found is None and importlib.util.find_spec(name) is None:
-            wrong[name] = f"{name} is not installed"
-        elif found is not None and _numbers(found) < _numbers(oldest):
-            wrong[name] = f"{name} {found} is installed"
+    found = {name: installed(name) for name in OLDEST}
+    # A package without metadata (of another build system) cannot be judged.
+    wrong = [
+        name
+        for name, has in found.items()
+        if (importlib.util.find_spec(name) is None if has is None else _numbers(has) < _numbers(OLDEST[name]))
+    ]
     if not wrong:
         return None
-    needed = " and ".join(f"{name} {OLDEST[name]} or later" for name in wrong)
+    needed = " and ".join(f"{name} {OLDEST[name]} or later (installed: {found[name] or 'none'})" for name in wrong)
     extra = {"jax": "jax[cuda13]"} if installed("jax-cuda13-plugin") else {}
     wanted = " ".join(f"'{extra.get(name, name)}>={OLDEST[name]}'" for name in wrong)
-    return f"jax_splitk {version} needs {needed}, but {', '.join(wrong.values())}: pip install --upgrade {wanted}"
+    return f"jax_splitk {version} needs {needed}: pip install --upgrade {wanted}"
 
 
 def installed(name: str) -> str | None:
@@ -93,7 +93,7 @@ def unmet_module(version: str) -> str | None:
 
 
 def sources_digest() -> str | None:
-    """The digest of the C++ sources beside the package, as ffi/CMakeLists.txt computes it; None where there are none."""
+    """The digest of the C++ sources beside the package, as ffi/CMakeLists.txt has it; None where there are none."""
     folder = PACKAGE.parent / "ffi"
     if not (folder / "CMakeLists.txt").is_file():
         return None
