@@ -40,6 +40,10 @@ notebooks: $(VENV)/installed $(VENV)/docs
 package: | python
 	PYTHON=$(PYTHON) .ci/package dist
 
+# Everything of a release that needs no host: checks, then the sdist and the wheels in dist, and what to do next.
+release:
+	@.ci/release
+
 lint: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
