@@ -1,8 +1,8 @@
-"""What a stranger does with the README: its commands and its code, in its order, in a copy of the checkout and in a fresh
-environment. Run by `.ci/package`, with a folder for all of this.
+"""What a stranger does with the README: its commands and its code, in its order, in a copy of the checkout and in a
+fresh environment. Run by `.ci/package`, with a folder for all of this.
 
-The plain install comes first, then the extra. `make` commands are `.ci/run`'s, and the wheel is `.ci/package`'s. For the
-extra `cuda13`, two gigabytes, `compiler` is installed, which is the part of it that needs no GPU."""
+The plain install comes first, then the extra. `make` commands are `.ci/run`'s, and the wheel is `.ci/package`'s. The
+extra `cuda13` is two gigabytes: `compiler` is installed instead, the part of it that needs no GPU."""
 
 import os
 import pathlib

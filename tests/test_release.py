@@ -27,7 +27,9 @@ class Repository:
             shutil.copy(ROOT / name, folder / name)
         self.git("init", "--quiet")
         changes = (folder / "CHANGELOG.md").read_text()
-        self.write("CHANGELOG.md", re.sub(r"^## .*$", f"## {VERSION} (2030-01-31)", changes, count=1, flags=re.MULTILINE))
+        self.write(
+            "CHANGELOG.md", re.sub(r"^## .*$", f"## {VERSION} (2030-01-31)", changes, count=1, flags=re.MULTILINE)
+        )
 
     def git(self, *words: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "tag.gpgsign=false")
@@ -91,7 +93,7 @@ def test_the_files_of_the_project_have_its_version() -> None:
 def test_pyproject_is_what_old_pips_read() -> None:
     """pip 21 takes no inline table of several lines."""
     text = (ROOT / "pyproject.toml").read_text()
-    assert not re.findall(r'^\w[\w-]* = \{(?![^\n]*\}\s*(?:#[^\n]*)?$)[^\n]*$', text, re.MULTILINE)
+    assert not re.findall(r"^\w[\w-]* = \{(?![^\n]*\}\s*(?:#[^\n]*)?$)[^\n]*$", text, re.MULTILINE)
     readme = tomllib.loads(text)["project"]["readme"]
     assert (ROOT / readme).is_file()
     assert readme in tomllib.loads(text)["tool"]["scikit-build"]["sdist"]["include"]

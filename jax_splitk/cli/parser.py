@@ -87,7 +87,6 @@ def _add_bench(commands: Any) -> None:
         "--plot", type=pathlib.Path, metavar="FILE.svg", help="draw them (needs matplotlib); .png, .pdf"
     )
 
-
     conv = _add(commands, "conv", "bench.conv", "the three passes of a convolution: our best configs against XLA")
     conv.epilog = matmul.epilog
     about = {

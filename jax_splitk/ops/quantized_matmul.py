@@ -103,13 +103,10 @@ def _is_weight(x: Any) -> bool:
 
 
 def _check_order(x: Any, w: Any) -> None:
-    """Raises TypeError for a weight in the place of the activations, and for a weight that is not quantized."""
-    kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
+    """Raises TypeError for a weight in the place of the activations."""
     if _is_weight(x):
+        kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
         raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
-    if hasattr(w, "shape") and not isinstance(w, PackedWeight) and not _is_weight(w):
-        how = "a quantized w: w = jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64)), once"
-        raise TypeError(f"{kinds}; accepted: {how}")
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
@@ -124,6 +121,8 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
         return (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point), layout
     if not hasattr(w, "qvalue"):
         accepted = "QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor"
+        if hasattr(w, "shape"):
+            accepted += "; of an array: jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64)), once"
         raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}")
     q = per_feature(w)
     layout = Layout((q.shape[0], q.shape[1]), str(q.qtype), q.group_size, None)

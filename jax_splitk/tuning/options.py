@@ -76,7 +76,7 @@ def check_options(op: str, options: Options) -> None:
     if not known:
         some = kernels.families(op)[-1].Config
         raise RefusedType(
-            f"config={config!r} of type {type(config).__name__}; accepted: None (leave it out: the fastest is chosen), "
+            f"config={config!r} of type {_name(type(config))}; accepted: None (leave it out: the fastest is chosen), "
             f"or the Config of a family that computes {op}, e.g. {some.__module__}.{some.__name__}; jax_splitk.explain "
             "shows that of each operation"
         )
