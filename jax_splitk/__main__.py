@@ -6,7 +6,6 @@ import os
 import sys
 
 from jax_splitk.cli.parser import parser, program
-from jax_splitk.runtime import requirements
 from jax_splitk.runtime.settings import SettingError
 from jax_splitk.runtime.streams import replace_closed
 
@@ -39,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     if module != "doctor" and not hasattr(package := sys.modules["jax_splitk"], "explain"):
         try:
             importlib.reload(package)
-        except requirements.Unmet as error:
+        except ImportError as error:
+            if error.name != "jax_splitk":
+                raise
             print(f"{program()}: {error}", file=sys.stderr)
             return 1
     run = importlib.import_module(f"jax_splitk.cli.{module}")

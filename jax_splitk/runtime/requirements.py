@@ -17,19 +17,19 @@ COMPILED = "jax_splitk._ffi"
 PACKAGE = pathlib.Path(__file__).parents[1]
 
 
-class Unmet(ImportError):
-    """The package cannot be imported; the message says why, and gives the command that mends it."""
-
-
 def check(version: str) -> None:
-    """Makes `jax_splitk._ffi` importable; raises `Unmet` where something is missing or too old.
+    """Makes `jax_splitk._ffi` importable.
 
     Args:
       version: of this package.
+
+    Raises:
+      ImportError: with the package's name, where something is missing or too old; the message has the command that
+        mends it.
     """
     # Building a checkout installs what it needs, too.
     if (why := unmet_module(version) or unmet_version(version)) is not None:
-        raise Unmet(why)
+        raise ImportError(why, name="jax_splitk")
 
 
 def unmet_version(version: str) -> str | None:
@@ -73,7 +73,10 @@ def unmet_module(version: str) -> str | None:
         return None
     here = f"jax_splitk {version} in {PACKAGE.parent} is not built for this Python ({sys.executable})"
     if (digest := sources_digest()) is None:
-        return f"{here}: install it again: pip install --force-reinstall --no-deps"
+        return (
+            f"jax_splitk has a compiled part, {COMPILED}, which is not in {PACKAGE}. It is built when the package is "
+            "installed (pip install), and must lie in a folder: it cannot be imported from a zip archive"
+        )
     build = f"run `pip install -e .` in {PACKAGE.parent}"
     spec = _other_module()
     if spec is None or spec.origin is None or spec.loader is None:

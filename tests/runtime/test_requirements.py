@@ -92,7 +92,7 @@ def test_a_checkout_takes_the_installed_module(checkout: Checkout) -> None:
 
 def test_a_checkout_that_is_not_built_says_so(checkout: Checkout) -> None:
     assert checkout.refusal() == (
-        f"jax_splitk.runtime.requirements.Unmet: jax_splitk {VERSION} in {checkout.folder} is not built for this "
+        f"ImportError: jax_splitk {VERSION} in {checkout.folder} is not built for this "
         f"Python ({sys.executable}): run `pip install -e .` in {checkout.folder}"
     )
     done = checkout.run("-m", "jax_splitk", "doctor")
@@ -122,7 +122,7 @@ def test_an_installed_module_of_other_sources_is_not_taken(file: str, old: str, 
 
 def test_an_installed_package_without_its_module_says_so(checkout: Checkout) -> None:
     shutil.rmtree(checkout.folder / "ffi")
-    assert checkout.refusal().endswith("install it again: pip install --force-reinstall --no-deps")
+    assert checkout.refusal().endswith("it cannot be imported from a zip archive")
 
 
 def test_an_old_jax_is_named(checkout: Checkout) -> None:
@@ -133,7 +133,7 @@ def test_an_old_jax_is_named(checkout: Checkout) -> None:
         f"jax_splitk {VERSION} needs jax 0.10.2 or later (installed: 0.6.2) and jaxlib 0.10.2 or later (installed: "
         "0.6.2.dev1): pip install --upgrade 'jax>=0.10.2' 'jaxlib>=0.10.2'"
     )
-    assert checkout.refusal() == f"jax_splitk.runtime.requirements.Unmet: {why}"
+    assert checkout.refusal() == f"ImportError: {why}"
     done = checkout.run("-m", "jax_splitk", "explain", "train.py")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"python -m jax_splitk: {why}\n")
     done = checkout.run("-m", "jax_splitk", "doctor")
