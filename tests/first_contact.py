@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.documents import markdown  # noqa: E402 - from the path above
 
-# The oldest pip that must do: distributions of Python 3.11 and before have it.
-OLD_PIP = "pip==21.3.1"
+# Unlike newer ones, it reads no inline table of several lines in pyproject.toml.
+OLD_PIP = "pip==21.1.3"
 # Whether explain(platform="cuda") names kernels where their compiler is not installed.
 EXPLAINS_WITHOUT_COMPILER = False
 
