@@ -23,7 +23,11 @@ class Block:
 def files() -> list[pathlib.Path]:
     """What people read; benchmarks/notes are a log."""
     top = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
-    return [*(ROOT / name for name in top), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    return [
+        *(ROOT / name for name in top),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    ]
 
 
 def name(path: pathlib.Path) -> str:
