@@ -35,9 +35,13 @@ def conv(x: Any = X, w: Any = W, numbers: Any = NHWC, **arguments: Any) -> jax.A
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "arguments the other way round": (lambda: jax_splitk.quantized_matmul(PACKED, ROWS), TypeError, IN_ORDER),
+    "arguments the other way round": (
+        lambda: jax_splitk.quantized_matmul(PACKED, ROWS),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        IN_ORDER,
+    ),
     "the same, of a weight that is not packed": (
-        lambda: jax_splitk.quantized_matmul(QUANTIZED, ROWS),
+        lambda: jax_splitk.quantized_matmul(QUANTIZED, ROWS),  # pyright: ignore[reportArgumentType]
         TypeError,
         f"x of type QuantizedArray and w of type ArrayImpl; {IN_ORDER}",
     ),

@@ -158,8 +158,8 @@ def layout_hint(
     conv: Convolution, lhs_shape: tuple[Any, ...], rhs_shape: tuple[int, ...], g_shape: tuple[Any, ...] | None = None
 ) -> str:
     """For the error of shapes that do not fit the dimension numbers: the common ones that they would fit, if any."""
-    layouts = _LAYOUTS.get(len(lhs_shape) - 2, ())
-    for numbers in layouts:
+    layouts = _LAYOUTS.get(len(lhs_shape) - 2)
+    for numbers in layouts or ():
         specs = lax.conv_dimension_numbers(lhs_shape, rhs_shape, numbers)
         fits = rhs_shape[specs.rhs_spec[1]] * conv.feature_group_count == lhs_shape[specs.lhs_spec[1]]
         if specs == conv.dimension_numbers or not fits:
@@ -167,7 +167,7 @@ def layout_hint(
         with contextlib.suppress(ValueError):
             _, output = with_output(dataclasses.replace(conv, dimension_numbers=specs), lhs_shape, rhs_shape)
             if g_shape in (None, output):
-                default = f" (None means {layouts[0]})" if numbers != layouts[0] else ""
+                default = f" (None means {layouts[0]})" if layouts and numbers != layouts[0] else ""
                 return f"; these shapes fit dimension_numbers={numbers}{default}"
     return ""
 
