@@ -8,7 +8,7 @@ SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 # A process for each core, of a few: each compiles for itself and imports jax.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: demo demo-quantized test test-all docs notebooks package lint bench clean
+.PHONY: demo demo-quantized test test-all docs notebooks package release lint bench clean python
 
 demo: $(VENV)/demo
 	@echo "== examples/digits.py: a network learns digits with jax_splitk's weight gradients"
@@ -37,26 +37,34 @@ notebooks: $(VENV)/installed $(VENV)/docs
 	  --inplace --coalesce-streams --ExecutePreprocessor.record_timing=False docs/notebooks/*.ipynb
 
 # The sdist and the wheel, in dist, each tried in an empty environment.
-package:
+package: | python
 	PYTHON=$(PYTHON) .ci/package dist
+
+# Everything of a release that needs no host: checks, then the sdist and the wheels in dist, and what to do next.
+release:
+	@.ci/release
 
 lint: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh examples/*/*.cc examples/*/*/*.cu
+	$(BIN)/clang-format --dry-run --Werror ffi/*.cc ffi/*.h jax_splitk/kernels/*/*.cu jax_splitk/kernels/*/*.cuh examples/*/*.cc examples/*/src/*/*.cu
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.wgrad
 
+# Names a Python that is too old before an environment of it is made; any Python can run this.
+python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:3]; v >= (3, 11) or sys.exit("jax_splitk needs Python 3.11 or later, this is %d.%d.%d: make PYTHON=python3.11 ..." % v)'
+
 # What the examples need; less than what the tests need.
-$(VENV)/demo: $(SOURCES)
+$(VENV)/demo: $(SOURCES) | python
 	@echo "== 1 of 2: a virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "== 2 of 2: jax_splitk and what it needs (jax, scikit-learn, a C++ build), in a minute or two the first time"
 	@$(BIN)/python -m pip install --quiet --editable ".[demo]"
 	@touch $@
 
-$(VENV)/installed: $(SOURCES)
+$(VENV)/installed: $(SOURCES) | python
 	@echo "== jax_splitk, the compiler of its kernels and what tests and plots need, in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
@@ -64,7 +72,7 @@ $(VENV)/installed: $(SOURCES)
 	@touch $@ $(VENV)/demo
 
 # The pages are made of the source: the package is not built for them.
-$(VENV)/docs: pyproject.toml
+$(VENV)/docs: pyproject.toml | python
 	@echo "== what the documentation needs, in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip

@@ -52,6 +52,8 @@ NB_MODULE(_ffi, m) {
   m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });
   m.def("host_quantized_handler", [] { return HandlerCapsule(JaxSplitkHostQuantizedMatmul); });
 
+  m.attr("VERSION") = JAX_SPLITK_VERSION;
+  m.attr("SOURCES") = JAX_SPLITK_SOURCES;
   m.attr("PLAN_MAGIC") = js::kPlanMagic;
   m.attr("PLAN_VERSION") = js::kPlanVersion;
   m.def("driver_error", []() -> std::string {

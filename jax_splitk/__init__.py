@@ -1,7 +1,11 @@
 """Convolutions, their gradients and products with quantized weights for JAX on NVIDIA Hopper."""
 
 import sys as _sys
-from importlib.util import find_spec as _find_spec
+
+if _sys.version_info < (3, 11):  # noqa: UP036 - what a checkout is tried with
+    raise ImportError("jax_splitk needs Python 3.11 or later, this is %d.%d.%d" % _sys.version_info[:3])  # noqa: UP031
+
+__version__ = "0.1.0"
 
 # `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and
 # reloads it then. While Python looks for any module of -m, argv[0] is "-m", and the module's name stands before the
@@ -10,11 +14,10 @@ _argv = _sys.argv or [""]
 _module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
 _script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
 if _module != "jax_splitk" and not _script:
-    if _find_spec("jax_splitk._ffi") is None:
-        raise ImportError(
-            f"jax_splitk has a compiled part, jax_splitk._ffi, which is not in {', '.join(__path__)}. It is built when "
-            "the package is installed (pip install), and must lie in a folder: it cannot be imported from a zip archive"
-        )
+    from jax_splitk.runtime import requirements as _requirements
+
+    _requirements.check(__version__)
+
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
@@ -30,8 +33,6 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.tuning.result import TuningResult
 
     _registration.register()
-
-__version__ = "0.1.0"
 
 __all__ = [
     "EXPORT_CHECKS",

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 
-from jax_splitk.cli.parser import parser
+from jax_splitk.cli.parser import parser, program
 from jax_splitk.runtime.settings import SettingError
 from jax_splitk.runtime.streams import replace_closed
 
@@ -23,14 +23,26 @@ def main(argv: list[str] | None = None) -> int:
     arguments, unknown = parser().parse_known_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser
+    # Which module and function of `cli` run; None where no command was given.
+    module, _, name = (arguments.run or "").partition(".")
+    takes_scripts = arguments.command in ("tune", "explain")
     if unknown:
-        hint = "; those of the script come after --" if arguments.command in ("tune", "explain") else ""
+        hint = "; those of the script come after --" if takes_scripts else ""
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if arguments.script_arguments is not None and arguments.command not in ("tune", "explain"):
+    if arguments.script_arguments is not None and not takes_scripts:
         chosen.error(f"-- {' '.join(arguments.script_arguments)}; accepted only by tune and explain")
-    if not hasattr(package := sys.modules["jax_splitk"], "explain"):
-        importlib.reload(package)
-    module, _, name = arguments.run.partition(".")
+    if arguments.run is None:
+        chosen.print_help()
+        return 0
+    # What `doctor` finds may be why the package cannot be imported.
+    if module != "doctor" and not hasattr(package := sys.modules["jax_splitk"], "explain"):
+        try:
+            importlib.reload(package)
+        except ImportError as error:
+            if error.name != "jax_splitk":
+                raise
+            print(f"{program()}: {error}", file=sys.stderr)
+            return 1
     run = importlib.import_module(f"jax_splitk.cli.{module}")
     try:
         code = getattr(run, name)(arguments)

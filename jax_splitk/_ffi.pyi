@@ -2,6 +2,8 @@
 
 from typing import Any
 
+VERSION: str
+SOURCES: str
 PLAN_MAGIC: int
 PLAN_VERSION: int
 

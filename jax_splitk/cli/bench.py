@@ -1,8 +1,10 @@
-"""`bench matmul`: a product's time against the number of splits, as a table, a file and a plot."""
+"""`bench matmul`: a product's time against the number of splits, as a table, a file and a plot. `bench conv`: the three
+passes of a convolution against XLA."""
 
 import argparse
 import contextlib
 import json
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,24 +19,27 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import streams
 from jax_splitk.runtime.arguments import require
 from jax_splitk.tuning.key import problem_from_dict
-from jax_splitk.tuning.sweep import Point, Sweep, sweep
+from jax_splitk.tuning.sweep import Point, Sweep, race, sweep
 
+PASSES = ("conv_fprop", "conv_dgrad", "conv_wgrad")
+_CONV_FIELDS = (
+    *("batch", "input_spatial", "in_channels", "out_channels", "kernel_spatial", "window_strides", "padding"),
+    *("rhs_dilation", "feature_group_count", "dtype", "out_dtype", "precision"),
+)
 _FIELDS = ("batch", "m", "n", "k", "lhs_order", "rhs_order", "dtype", "out_dtype", "precision")
 MOST_SPLITS = 4096
 
 
 def matmul(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the files that were asked for."""
-    given = {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
     with output.usage():
-        problem = problem_from_dict("dot_general", with_defaults("dot_general", given))
+        problem = _problem("dot_general", arguments, _FIELDS)
         splits = splits_of(arguments.sweep_splits)
-        require(arguments.configs >= 1, f"--configs={arguments.configs}", "an integer of at least 1")
+        _check_configs(arguments)
         only = dict(_field(text) for text in arguments.only)
         if arguments.plot is not None and (reason := sweep_chart.refusal(arguments.plot)) is not None:
             raise ValueError(f"--plot={str(arguments.plot)!r}: {reason}")
-        for path in (arguments.out, arguments.plot):
-            require(path is None or path.absolute().parent.is_dir(), f"{path}", "a file in a folder that exists")
+        _check_files(arguments.out, arguments.plot)
     try:
         found = sweep(problem, splits, arguments.configs, only, _progress(problem))
     except ValueError as error:
@@ -51,6 +56,46 @@ def matmul(arguments: argparse.Namespace) -> int:
     for point in failed:
         output.note(f"failed: {point.candidate}: {point.error}")
     return 1 if failed else 0
+
+
+def conv(arguments: argparse.Namespace) -> int:
+    """Measures each pass, prints the table, and writes the file that was asked for."""
+    with output.usage():
+        problems = [_problem(op, arguments, _CONV_FIELDS) for op in PASSES]
+        _check_configs(arguments)
+        _check_files(arguments.out)
+    found: list[Sweep] = []
+    told: list[str] = []
+    for problem in problems:
+        try:
+            found.append(race(problem, arguments.configs, _progress(problem)))
+        except ValueError as error:  # no kernel: XLA computes this pass
+            told.append(f"XLA's alone: {error}")
+        except RuntimeError as error:
+            told.append(f"failed: {error}")
+    failed = [f"failed: {point.candidate}: {point.error}" for each in found for point in each.points if point.error]
+    value = {"passes": [each.as_dict() for each in found]}
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(value, indent=1) + "\n")
+    output.emit(value, _conv_text(found), arguments.json)
+    for line in (*told, *failed):
+        output.note(line)
+    return 1 if failed or len(found) + sum(line.startswith("XLA's") for line in told) < len(PASSES) else 0
+
+
+def _problem(op: str, arguments: argparse.Namespace, names: Sequence[str]) -> Any:
+    """The problem that the arguments of these names describe; ValueError where they describe none."""
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return problem_from_dict(op, with_defaults(op, given))
+
+
+def _check_configs(arguments: argparse.Namespace) -> None:
+    require(arguments.configs >= 1, f"--configs={arguments.configs}", "an integer of at least 1")
+
+
+def _check_files(*paths: pathlib.Path | None) -> None:
+    for path in paths:
+        require(path is None or path.absolute().parent.is_dir(), f"{path}", "a file in a folder that exists")
 
 
 def splits_of(text: str) -> list[int]:
@@ -109,6 +154,24 @@ def _text(found: Sweep) -> str:
     lines += [_summary("the cost model's first choice", found, found.model)]
     lines += [] if found.fastest is None else [_summary("fastest", found, found.fastest)]
     return "\n".join(lines)
+
+
+def _conv_text(found: Sequence[Sweep]) -> str:
+    """A row for each pass: XLA's time, and the fastest of ours."""
+    header = ["pass", "XLA us", "ours us", "XLA/ours", "predicted us", "workspace MiB", "config"]
+    rows, xla_us, least_us = [], 0.0, 0.0
+    for each in found:
+        point = each.fastest or each.model
+        ratio = each.xla_us / point.us if point.us else None
+        figures = [number(each.xla_us), number(point.us), number(ratio, ".2f"), number(point.predicted_us)]
+        rows.append([each.problem.op, *figures, number(point.workspace_bytes / 2**20), str(point.candidate)])
+        xla_us, least_us = xla_us + each.xla_us, least_us + min(each.xla_us, point.us or each.xla_us)
+    if not found:
+        return "no kernel of ours computes a pass"
+    described = str(found[0].problem).removeprefix(f"{found[0].problem.op} ")
+    lines = [f"convolution {described}", f"{found[0].target.device_kind}, times by {_SOURCES[found[0].source]}", ""]
+    lines += [output.table(header, rows, narrow=("config",)), ""]
+    return "\n".join([*lines, f"sum: {xla_us:.1f} us by XLA, {least_us:.1f} us where the faster computes each pass"])
 
 
 _SOURCES = {"device": "the profiler (device)", "wall": "the wall clock"}

@@ -1,25 +1,28 @@
-"""What this installation can do: versions, the GPU, the settings, and each implementation with what it lacks."""
+"""What this installation can do: versions, the machine, a verdict, and the command to type next.
+
+Nothing is imported here that a broken installation may lack: what reports of the machine (`cli.machine`) is imported
+once its requirements are met."""
 
 import argparse
-import contextlib
-import dataclasses
-import importlib.metadata
-import os
-import pathlib
+import importlib
 import platform
-import tempfile
+import re
+import shlex
+import sys
 from typing import Any
 
-import jax
-
-from jax_splitk import _ffi
-from jax_splitk.cli import output
-from jax_splitk.runtime import disk, nvml, settings, source, toolchain
-from jax_splitk.runtime.target import target_for
+from jax_splitk.cli import output, parser
+from jax_splitk.runtime import requirements
 
 _PACKAGES = (
-    *("jax_splitk", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cutlass", "nvidia-cuda-nvrtc"),
+    *("jax_splitk", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "nvidia-cutlass", "nvidia-cuda-nvrtc"),
     *("nvidia-cuda-cccl", "nvidia-cuda-runtime"),
+)
+# Where a problem's message has no pip command: what to type, by a part of the message.
+_REMEDIES = (
+    (r"cannot be written", "export JAX_SPLITK_CACHE_DIR=A_FOLDER_THAT_CAN_BE_WRITTEN"),
+    (r"(?P<folder>/.*) is not used: anybody may write", "chmod go-w {folder}"),
+    (r"(?P<variable>JAX_\w+)", "unset {variable}"),
 )
 
 
@@ -33,38 +36,73 @@ def doctor(arguments: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """Looks at this process's installation; runs nothing on a device.
 
-    None stands for the version of a package that is not installed, a backend that cannot start, and an implementation
-    that can run; the others' values say why they cannot. "settings" are the variables that jax_splitk reads, with the
-    values in force, "problems" what has to be mended.
+    None stands for the version of a package that is not installed; for the rest see `cli.machine.examine`, whose values
+    are not there where the package cannot be imported. "problems" are what has to be mended, "verdict" says what can
+    run, "next" is a command.
     """
-    missing = toolchain.unavailable()
-    driver, gpus = nvml.driver()  # before jax takes most of the memory
-    backend, devices, without = _backend()
-    own = _own_cache()
-    values = settings.in_force()
-    values["JAX_SPLITK_AUTOTUNE"] = values["JAX_SPLITK_AUTOTUNE"] or ("on_miss" if backend == "gpu" else "off")
-    return {
-        "python": platform.python_version(),
-        "versions": {package: _version(package) for package in _PACKAGES},
-        "backend": backend,
-        "devices": devices,
-        "driver": driver,
-        "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-        "compiler": missing or "NVRTC {}.{} for {}".format(*toolchain.find_nvrtc().version, source.ARCH),
-        "cache_dir": str(own),
-        "cache_can_be_written": own is not None and _can_be_written(own),
-        "settings": values,
-        "implementations": {"cutlass": _cutlass_reason(backend), "host": without, "xla": without},
-        "problems": [*([without] if without else ()), *settings.mistakes(), *_cache_problems(values)],
-    }
+    versions = {package: requirements.installed(package) for package in _PACKAGES}
+    report: dict[str, Any] = {"python": platform.python_version(), "versions": versions, **_machine()}
+    report["verdict"], report["next"] = _verdict(report)
+    return report
+
+
+def _machine() -> dict[str, Any]:
+    """The report of the machine, or only why there is none."""
+    version = sys.modules["jax_splitk"].__version__
+    why = [requirements.unmet_module(version), requirements.unmet_version(version)]
+    if problems := [problem for problem in why if problem is not None]:
+        return {"problems": problems}
+    try:
+        return importlib.import_module("jax_splitk.cli.machine").examine()
+    except Exception as error:  # whatever a broken installation raises where it is imported
+        return {"problems": [f"{type(error).__name__}: {error}"]}
+
+
+def _verdict(report: dict[str, Any]) -> tuple[str, str]:
+    """What can run, and the command to type next."""
+    program = parser.program()
+    attempt = f"{program} explain YOUR_SCRIPT.py --platform cuda"
+    problems = report["problems"]
+    if problems:
+        what = "jax_splitk runs, but not as it is set up to"
+        what = what if "implementations" in report else "jax_splitk cannot be imported"
+        return f"{what}: see the problem{'s' * (len(problems) > 1)}", _remedy(problems[0], f"{program} doctor")
+    why = report["implementations"]["cutlass"]
+    if why is None:
+        return "the Hopper kernels run here", f"{program} tune YOUR_SCRIPT.py"
+    if report["backend"] == "cpu" and not report["gpus"]:
+        return "the CPU kernels run here; explain says what a Hopper GPU would gain", attempt
+    return "XLA computes every operation, since no Hopper kernel runs here", _remedy(report["compiler"], attempt)
+
+
+def _remedy(message: str, otherwise: str) -> str:
+    """The command that a message names, or that belongs to it."""
+    _, begins, command = message.replace("`", "").partition("pip install")
+    if begins:
+        return begins + command.partition(" in /")[0]
+    matches = ((re.search(pattern, message), command) for pattern, command in _REMEDIES)
+    found = ((command, match.groupdict()) for match, command in matches if match)
+    return next((command.format_map({k: shlex.quote(v) for k, v in of.items()}) for command, of in found), otherwise)
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
-    lines = [
-        f"python {report['python']}",
-        *(f"{name} {version or 'not installed'}" for name, version in report["versions"].items()),
-        f"backend {report['backend'] or 'none'}: {', '.join(report['devices'])}",
+    """The report for people; nothing is said twice."""
+    lines = [f"python {report['python']}"]
+    lines += [f"{name} {version}" for name, version in report["versions"].items() if version]
+    lines += [f"not installed: {', '.join(name for name, version in report['versions'].items() if not version)}"]
+    lines += _machine_lines(report) if "implementations" in report else []
+    lines += [f"problem: {problem}" for problem in report["problems"]]
+    return "\n".join([*lines, f"verdict: {report['verdict']}", f"next: {report['next']}"])
+
+
+def _machine_lines(report: dict[str, Any]) -> list[str]:
+    implementations: dict[str | None, list[str]] = {}
+    for name, why in report["implementations"].items():
+        implementations.setdefault(why, []).append(name)
+    told = {None: "can run"} | dict.fromkeys(report["problems"], "cannot run")
+    own = ("", report["cache_dir"])  # which the line of the cache tells
+    return [
+        f"backend {report['backend'] or 'none'}{': ' * bool(report['devices'])}{', '.join(report['devices'])}",
         f"NVIDIA driver {report['driver'] or 'none'}",
         *(
             f"GPU {i}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB, {gpu['free_bytes'] / 2**30:.1f} free"
@@ -72,71 +110,9 @@ def text(report: dict[str, Any]) -> str:
         ),
         f"device code compiler: {report['compiler']}",
         f"cache {report['cache_dir']} ({'can' if report['cache_can_be_written'] else 'cannot'} be written)",
-        *(f"{name}={value}" for name, value in report["settings"].items()),
-        *(f"implementation {name}: {why or 'can run'}" for name, why in report["implementations"].items()),
-        *(f"problem: {problem}" for problem in report["problems"]),
+        *(f"{name}={value}" for name, value in report["settings"].items() if value not in own),
+        *(
+            f"implementation{'s' * (len(names) > 1)} {', '.join(names)}: {told.get(why, why)}"
+            for why, names in implementations.items()
+        ),
     ]
-    return "\n".join(lines)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _backend() -> tuple[str | None, list[str], str | None]:
-    """(the default backend, its devices, why there is none)."""
-    try:
-        return jax.default_backend(), [device.device_kind for device in jax.local_devices()], None
-    except Exception as error:  # JAX raises several kinds, AssertionError among them, some without a message
-        said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-        chosen = os.environ.get("JAX_PLATFORMS")
-        where = f" with JAX_PLATFORMS={chosen}" if chosen else ""
-        return None, [], f"jax starts no backend{where} ({said})"
-
-
-def _own_cache() -> pathlib.Path | None:
-    """None also where the setting is wrong."""
-    with contextlib.suppress(settings.SettingError):
-        return disk.cache_dir()
-    return None
-
-
-def _cache_problems(values: dict[str, str]) -> list[str]:
-    try:
-        own, folders = disk.cache_dir(), disk.folders()
-    except settings.SettingError:  # which is a mistake by itself
-        return []
-    found = [refusal for folder in folders if (refusal := disk.code_refusal(folder)) is not None]
-    if own is None:
-        return [*found, disk.no_place()]
-    if values["JAX_SPLITK_CACHE_MODE"] == "update" and not _can_be_written(own):
-        found.append(f"the cache {own} cannot be written: nothing that is decided or compiled is kept")
-    return found
-
-
-def _can_be_written(folder: pathlib.Path) -> bool:
-    """Whether files can be made in a folder, which may have to be made first. One is made, which leaves nothing."""
-    there = next((f for f in (folder, *folder.parents) if os.path.exists(f)), None)
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            return there is not None
-    except OSError:
-        return False
-
-
-def _cutlass_reason(backend: str | None) -> str | None:
-    missing = toolchain.unavailable()
-    if missing is not None:
-        return f"cannot compile: {missing}; kernels that a cache or an exported function has need no compiler"
-    driver = _ffi.driver_error()
-    if driver:
-        return f"compiles, but cannot run here: {driver}"
-    if backend != "gpu":
-        return "compiles, but jax sees no GPU (is jax[cuda13] installed?)"
-    target = target_for("cuda")
-    if not target.is_hopper:
-        return f"needs compute capability 9.0 (Hopper); {target.device_kind} has {target.compute_capability}"
-    return None

@@ -11,6 +11,8 @@ from jax_splitk.cli.schema import schema
 
 _SOURCE = "a cache folder, or a file with the text of TuningResult.dumps"
 _SCRIPT = "Arguments after -- are the script's: SCRIPT.py -- --lr 3. "
+_ABOUT = "Convolutions, their gradients and products with quantized weights for JAX on NVIDIA Hopper."
+_FIRST = "Begin with `doctor`. Every command takes --help."
 _PROBLEMS = f"""
 
 A problem is a JSON object with "op" and these fields; docs/reference/problem-files.md has examples.
@@ -18,11 +20,16 @@ A problem is a JSON object with "op" and these fields; docs/reference/problem-fi
 {schema()}"""
 
 
+def program() -> str:
+    """How the command line was started."""
+    return "jax-splitk" if os.path.basename(sys.argv[0]) == "jax-splitk" else "python -m jax_splitk"
+
+
 def parser() -> argparse.ArgumentParser:
     """Its `run` is the command's function, MODULE.NAME in this folder, its `parser` the command's own parser."""
-    installed = os.path.basename(sys.argv[0]) == "jax-splitk"
-    whole = argparse.ArgumentParser(prog="jax-splitk" if installed else "python -m jax_splitk")
-    commands = whole.add_subparsers(dest="command", required=True)
+    whole = argparse.ArgumentParser(prog=program(), description=_ABOUT, epilog=_FIRST)
+    whole.add_argument("--version", action="version", version=f"jax_splitk {sys.modules['jax_splitk'].__version__}")
+    commands = _commands(whole, "command")
     tune = _add(commands, "tune", "decide.tune", "measure what a script lowers, or problems, and remember the fastest")
     tune.epilog = _SCRIPT + "Exit code 1: not everything was tuned and stored."
     tune.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
@@ -48,10 +55,16 @@ def parser() -> argparse.ArgumentParser:
     doctor = _add(commands, "doctor", "doctor.doctor", "what is installed, which GPU, which implementations can run")
     doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
     bench = commands.add_parser("bench", help="measure by hand what tuning decides")
-    _add_bench(bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND"))
+    _add_bench(_commands(bench, "bench_command"))
     cache = commands.add_parser("cache", help="list, show, combine, ship and delete what tuning decided")
-    _add_cache(cache.add_subparsers(dest="cache_command", required=True, metavar="COMMAND"))
+    _add_cache(_commands(cache, "cache_command"))
     return whole
+
+
+def _commands(of: argparse.ArgumentParser, dest: str) -> Any:
+    """A place for commands; where none is given, `run` is None, and the parser's help is printed."""
+    of.set_defaults(run=None, parser=of)
+    return of.add_subparsers(dest=dest, metavar="COMMAND")
 
 
 def _add_bench(commands: Any) -> None:
@@ -75,6 +88,28 @@ def _add_bench(commands: Any) -> None:
     matmul.add_argument(
         "--plot", type=pathlib.Path, metavar="FILE.svg", help="draw them (needs matplotlib); .png, .pdf"
     )
+
+    conv = _add(commands, "conv", "bench.conv", "the three passes of a convolution: our best configs against XLA")
+    conv.epilog = matmul.epilog
+    about = {
+        "batch": "images",
+        "in-channels": "C",
+        "out-channels": "K",
+        "input-spatial": "one to three sizes, e.g. 56 56",
+        "kernel-spatial": "the filter's, e.g. 3 3",
+    }
+    for name, meaning in about.items():
+        sizes = {"nargs": "+"} if name.endswith("spatial") else {}
+        conv.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning, **sizes)
+    for name, meaning in (("window-strides", "strides"), ("rhs-dilation", "dilation of the filter")):
+        conv.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=f"{meaning}; 1 each")
+    conv.add_argument("--padding", help="SAME, SAME_LOWER or VALID; SAME")
+    conv.add_argument("--feature-group-count", type=int, metavar="N", help="feature groups; 1")
+    conv.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
+    conv.add_argument("--out-dtype", help="of the results; that of the operands")
+    conv.add_argument("--precision", help="of float32 operands: default, high or highest; default")
+    conv.add_argument("--configs", type=int, default=3, metavar="N", help="best by the cost model, of each pass; 3")
+    conv.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
 
 
 def _add_cache(commands: Any) -> None:

@@ -18,7 +18,7 @@ from jax_splitk.ops.convolution import Convolution, Padding, convolution, intege
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime.arguments import RefusedImplementation, RefusedType, RefusedValue, dtype_of
-from jax_splitk.tuning.options import Options, settled
+from jax_splitk.tuning.options import Implementation, Options, settled
 from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
@@ -39,7 +39,7 @@ def conv_wgrad(
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
     config: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """The gradient of a convolution with respect to its weight (its "rhs").
@@ -112,7 +112,7 @@ def conv_fprop(
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
     config: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """The forward pass of a convolution by itself, to choose its kernel: else use `conv_general_dilated`.
@@ -173,7 +173,7 @@ def conv_dgrad(
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
     config: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """The gradient of a convolution with respect to its input (its "lhs"): with strides, a transposed convolution.
@@ -239,7 +239,7 @@ def conv_general_dilated(
     *,
     compute_dtype: DTypeLike | None = None,
     config: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> jax.Array:
     """A convolution with the arguments of `jax.lax.conv_general_dilated`, with fast kernels for it and its gradients.

@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.ops import checkpointing, conv_batching, lowering, taylor
-from jax_splitk.ops.convolution import Convolution, integers, with_output
+from jax_splitk.ops.convolution import Convolution, integers, layout_hint, with_output
 from jax_splitk.ops.folding import fold_into, unfold_from
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.conv_passes import ConvFpropProblem, canonical, is_transposed
@@ -85,10 +85,11 @@ def bind_wgrad(
 
 def with_output_of(conv: Convolution, lhs_shape: Any, rhs_shape: Any, g_shape: Any) -> Convolution:
     """The convolution with its padding as pairs; ValueError where its output has another shape than g."""
-    conv, expected = with_output(conv, lhs_shape, rhs_shape)
+    found, expected = with_output(conv, lhs_shape, rhs_shape)
     if tuple(g_shape) != expected:
-        raise RefusedValue(f"g has shape {tuple(g_shape)}; the convolution's output has {expected}")
-    return conv
+        hint = layout_hint(conv, tuple(lhs_shape), tuple(rhs_shape), tuple(g_shape))
+        raise RefusedValue(f"g has shape {tuple(g_shape)}; the convolution's output has {expected}{hint}")
+    return found
 
 
 # ---- the problem ---------------------------------------------------------------------------------------------------

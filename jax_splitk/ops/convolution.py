@@ -74,7 +74,12 @@ class Convolution:
         spatial = ([x.shape[i] for i in spec[2:]] for x, spec in ((lhs, specs.lhs_spec), (rhs, specs.rhs_spec)))
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         arguments |= {"padding": _sides(self, *spatial), "preferred_element_type": jnp.dtype(out_dtype)}
-        aval, _ = lax.conv_general_dilated_p.abstract_eval(lhs, rhs, **arguments, out_sharding=out_sharding)
+        try:
+            aval, _ = lax.conv_general_dilated_p.abstract_eval(lhs, rhs, **arguments, out_sharding=out_sharding)
+        except (TypeError, ValueError) as error:
+            if hint := layout_hint(self, lhs.shape, rhs.shape):
+                raise type(error)(f"{str(error).rstrip('.')}{hint}") from None
+            raise
         return aval
 
 
@@ -127,6 +132,7 @@ def with_output(
         raise RefusedValue(
             f"rhs_shape={rhs_shape} has {group_channels} input channels a group and lhs {lhs_shape} has {in_channels} "
             f"in feature_group_count={feature_groups} groups; accepted: {accepted}"
+            f"{layout_hint(conv, lhs_shape, rhs_shape)}"
         )
     groups = feature_groups * conv.batch_group_count
     if out_channels % groups or batch % conv.batch_group_count:
@@ -138,6 +144,32 @@ def with_output(
     # By dictionary, not by array: a batch may be symbolic (jax.export).
     sizes = dict(zip(specs.out_spec, (batch // conv.batch_group_count, out_channels, *spatial), strict=True))
     return conv, tuple(sizes[axis] for axis in range(len(lhs_shape)))
+
+
+# By the number of spatial dimensions: what dimension_numbers=None means, and the order with channels last.
+_LAYOUTS = {
+    1: (("NCW", "OIW", "NCW"), ("NWC", "WIO", "NWC")),
+    2: (("NCHW", "OIHW", "NCHW"), ("NHWC", "HWIO", "NHWC")),
+    3: (("NCDHW", "OIDHW", "NCDHW"), ("NDHWC", "DHWIO", "NDHWC")),
+}
+
+
+def layout_hint(
+    conv: Convolution, lhs_shape: tuple[Any, ...], rhs_shape: tuple[int, ...], g_shape: tuple[Any, ...] | None = None
+) -> str:
+    """For the error of shapes that do not fit the dimension numbers: the common ones that they would fit, if any."""
+    layouts = _LAYOUTS.get(len(lhs_shape) - 2)
+    for numbers in layouts or ():
+        specs = lax.conv_dimension_numbers(lhs_shape, rhs_shape, numbers)
+        fits = rhs_shape[specs.rhs_spec[1]] * conv.feature_group_count == lhs_shape[specs.lhs_spec[1]]
+        if specs == conv.dimension_numbers or not fits:
+            continue
+        with contextlib.suppress(ValueError):
+            _, output = with_output(dataclasses.replace(conv, dimension_numbers=specs), lhs_shape, rhs_shape)
+            if g_shape in (None, output):
+                default = f" (None means {layouts[0]})" if layouts and numbers != layouts[0] else ""
+                return f"; these shapes fit dimension_numbers={numbers}{default}"
+    return ""
 
 
 def integers(name: str, value: Sequence[int] | None, count: int, least: int = 1) -> tuple[int, ...]:

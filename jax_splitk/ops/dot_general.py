@@ -12,12 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_splitk.ops import dot_primitive
 from jax_splitk.ops.dot_primitive import Epilogue
-from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3
+from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, Activation
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of, quoted, require, wider
-from jax_splitk.tuning.options import Options, settled
+from jax_splitk.tuning.options import Implementation, Options, settled
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -34,10 +34,10 @@ def dot_general(
     *,
     out_sharding: Any = None,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: ArrayLike | None = None,
     compute_dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: Any = None,
 ) -> jax.Array:
     """A product with the arguments of `jax.lax.dot_general`, whose long sum is split over the whole GPU.
@@ -97,12 +97,12 @@ def matmul(
     b: ArrayLike,
     *,
     bias: ArrayLike | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: ArrayLike | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: Any = None,
 ) -> jax.Array:
     """A matrix product with the arguments of `jax.numpy.matmul`, and bias, activation and residual in the same kernel.

@@ -8,7 +8,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -19,10 +19,13 @@ from jax.typing import DTypeLike
 from jax_splitk.ops.conv import conv_general_dilated
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime.arguments import Refusal, dtype_of
-from jax_splitk.tuning.options import options
+from jax_splitk.runtime.arguments import Refusal, dtype_of, require
+from jax_splitk.tuning.options import Implementation, options
 
 _logger = logging.getLogger("jax_splitk")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # lax's functions that call lax.conv_general_dilated by its name in their own module.
 _CALLERS = ("conv", "conv_with_general_padding", "conv_transpose")
@@ -39,19 +42,31 @@ class _Route:
 _context = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
+@overload
+def intercept(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
+@overload
 def intercept(
     *,
     compute_dtype: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
-) -> Iterator[None]:
+) -> contextlib._GeneratorContextManager[None]: ...
+def intercept(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    workspace_limit_bytes: int | None = None,
+) -> Any:
     """Makes the convolutions of unchanged code jax_splitk's: it replaces `jax.lax.conv_general_dilated` in a block.
 
     A context manager and a decorator, for models of Equinox, Haiku, Flax's ConvTranspose and the like:
 
         @jax_splitk.intercept(compute_dtype=jnp.bfloat16)
         def loss(model, images, labels): ...
+
+    Without arguments, `@jax_splitk.intercept` is enough.
 
     It acts on what this thread traces inside the block: calls of `jax.lax.conv_general_dilated`, `conv_transpose`,
     `conv_with_general_padding` and `conv`. Only the forward call must lie inside: the gradient may be taken outside, as
@@ -71,6 +86,7 @@ def intercept(
     `jax_splitk.explain` lists what is left to lax.
 
     Args:
+      function: what is decorated, where there are no other arguments.
       compute_dtype: as in `jax_splitk.conv_general_dilated`, for convolutions of floating operands. The result keeps
         the dtype that lax gives it.
       implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
@@ -88,6 +104,21 @@ def intercept(
       >>> decision.problem.dtype, decision.problem.out_dtype
       ('bfloat16', 'float32')
     """
+    if function is None:
+        return _block(compute_dtype, implementation, workspace_limit_bytes)
+    # jnp.bfloat16 can be called, but is a class.
+    decorated = callable(function) and not isinstance(function, type)
+    require(decorated, f"intercept({function!r})", "a function, or compute_dtype= by its name", TypeError)
+    return _block()(function)
+
+
+@contextlib.contextmanager
+def _block(
+    compute_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    workspace_limit_bytes: int | None = None,
+) -> Iterator[None]:
+    """The block, or what runs the decorated function in one."""
     outer = _context.value or _Route()
     given = None if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, DTYPES)
     route = _Route(outer.compute_dtype if given is None else given)

@@ -19,7 +19,7 @@ from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.runtime.computation import one_computation
-from jax_splitk.tuning.options import Options, settled
+from jax_splitk.tuning.options import Implementation, Options, settled
 
 _X_DTYPES = (*problems.X_DTYPES, "float32")
 
@@ -29,7 +29,7 @@ def quantized_matmul(
     w: Any,
     *,
     preferred_element_type: DTypeLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: Any = None,
     transposed: PackedWeight | None = None,
 ) -> jax.Array:
@@ -80,6 +80,7 @@ def quantized_matmul(
       (8, 256)
     """
     options = settled("quantized_matmul", Options(config, implementation))
+    _check_order(x, w)
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
@@ -96,6 +97,18 @@ def quantized_matmul(
     return out.reshape(*x.shape[:-1], features)
 
 
+def _is_weight(x: Any) -> bool:
+    x = unwrapped(x)
+    return isinstance(x, PackedWeight) or hasattr(x, "qvalue")
+
+
+def _check_order(x: Any, w: Any) -> None:
+    """Raises TypeError for a weight in the place of the activations."""
+    if _is_weight(x):
+        kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
+        raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
+
+
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
     """(elements or words, scale, zero point) of a weight, and what they are."""
     w = unwrapped(w)
@@ -108,6 +121,8 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
         return (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point), layout
     if not hasattr(w, "qvalue"):
         accepted = "QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor"
+        if hasattr(w, "shape"):
+            accepted += "; of an array: jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64)), once"
         raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}")
     q = per_feature(w)
     layout = Layout((q.shape[0], q.shape[1]), str(q.qtype), q.group_size, None)

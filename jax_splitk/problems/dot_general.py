@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 
@@ -15,6 +16,7 @@ LHS_ORDERS = ("bmk", "mbk", "bkm", "kbm")
 RHS_ORDERS = ("bkn", "kbn", "bnk", "nbk")
 E4M3 = "float8_e4m3fn"
 BIASES = ("none", "m", "n")
+Activation = Literal["relu", "gelu", "gelu_exact", "silu"]
 # NaN stays NaN in all of them. Each is one computation, also outside jit: its constants are no transfers.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,

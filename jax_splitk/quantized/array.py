@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, format_of, nearest, values
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, QType, format_of, nearest, values
 from jax_splitk.runtime.arguments import dtype_of, integer, require
 from jax_splitk.runtime.computation import one_computation
 
@@ -17,11 +18,35 @@ GROUP_SIZES = (32, 64, 128)
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 
 
+class Weight:
+    """What both kinds of quantized weight have in common: they are operands of `quantized_matmul` alone."""
+
+    __array_ufunc__ = None  # NumPy's arrays leave `x @ w` to `__rmatmul__`
+
+    def __matmul__(self, other: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: {_PRODUCT}")
+
+    def __rmatmul__(self, other: Any) -> Any:
+        raise TypeError(f"{type(other).__name__} @ {type(self).__name__}; accepted: {_PRODUCT}")
+
+
+_PRODUCT = "jax_splitk.quantized_matmul(x, w), the activations x first"
+
+
+def brief(leaf: Any) -> str:
+    """An array as int4[64,8]; what is none, by its type."""
+    if leaf is None or isinstance(leaf, str | int):
+        return repr(leaf)
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return type(leaf).__name__
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["qvalue", "scale", "zero_point"], meta_fields=["qtype"]
 )
-@dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedArray:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedArray(Weight):
     """An array with elements of 4 or 8 bits, and scales: it stands for (qvalue - zero_point) * scale.
 
     A pytree whose leaves are the arrays below. The convention is that of qwix's QArray: `scale` has qvalue's rank, and
@@ -51,6 +76,10 @@ class QuantizedArray:
     def __post_init__(self) -> None:
         if self.qtype is None and hasattr(self.qvalue, "dtype"):
             object.__setattr__(self, "qtype", jnp.dtype(self.qvalue.dtype).name)
+
+    def __repr__(self) -> str:
+        fields = {name: getattr(self, name) for name in ("qvalue", "scale", "zero_point", "qtype")}
+        return f"QuantizedArray({', '.join(f'{name}={brief(value)}' for name, value in fields.items())})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,6 +131,8 @@ def as_quantized(w: Any) -> QuantizedArray:
         accepted = "QuantizedArray, a qwix QArray, an AQT QTensor"
         if hasattr(w, "words") and hasattr(w, "scale"):
             accepted += "; jax_splitk.unpack makes a QuantizedArray of a PackedWeight"
+        elif hasattr(w, "shape"):
+            accepted += "; jax_splitk.quantize makes a QuantizedArray of an array"
         raise TypeError(f"a weight of type {type(w).__name__}; accepted: {accepted}")
     scale, zero_point = w.scale, getattr(w, "zero_point", None)
     if isinstance(scale, list | tuple):  # AQT's: the product of all
@@ -131,7 +162,7 @@ def as_quantized(w: Any) -> QuantizedArray:
 
 def quantize(
     w: jax.Array,
-    dtype: DTypeLike,
+    dtype: QType | np.dtype | type[Any],
     *,
     group_size: int | None,
     axis: int = 0,

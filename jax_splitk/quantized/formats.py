@@ -1,12 +1,12 @@
 """The element types of quantized weights: their range, the values of their codes, and the codes themselves."""
 
 import dataclasses
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.typing import DTypeLike
 
 from jax_splitk.runtime.arguments import dtype_of
 
@@ -41,6 +41,7 @@ class Format:
     zero_code: int = 0  # the code of value 0
 
 
+QType = Literal["int4", "uint4", "int8", "float8_e4m3fn", "float4_e2m1fn", "nf4"]
 FORMATS = {
     fmt.name: fmt
     for fmt in (
@@ -55,7 +56,7 @@ FORMATS = {
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def format_of(dtype: DTypeLike) -> Format:
+def format_of(dtype: QType | np.dtype | type[Any]) -> Format:
     """The format of a dtype or a name. Raises TypeError for what is not in `FORMATS`."""
     name = "nf4" if isinstance(dtype, str) and dtype == "nf4" else dtype_of("dtype", dtype, tuple(FORMATS)).name
     return FORMATS[name]

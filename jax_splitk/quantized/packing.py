@@ -24,7 +24,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.core import Tracer
 
-from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, as_quantized
+from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, Weight, as_quantized, brief
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, from_codes, to_codes
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import require
@@ -50,8 +50,8 @@ _ORDER = {
     data_fields=["words", "scale", "zero_point"],
     meta_fields=["shape", "qtype", "group_size", "zero_dtype", "layout"],
 )
-@dataclasses.dataclass(frozen=True, eq=False)
-class PackedWeight:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(Weight):
     """A quantized weight [k, features] whose bytes are in the order that the kernels read; `prepack` makes it.
 
     It is a pytree. Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight. The leaves
@@ -84,6 +84,11 @@ class PackedWeight:
     group_size: int
     zero_dtype: str | None = None
     layout: int = LAYOUT_VERSION
+
+    def __repr__(self) -> str:
+        leaves = {name: getattr(self, name) for name in ("words", "scale", "zero_point")}
+        static = f"shape={self.shape}, qtype={self.qtype!r}, group_size={self.group_size}"
+        return f"PackedWeight({static}, {', '.join(f'{name}={brief(leaf)}' for name, leaf in leaves.items())})"
 
     @property
     def ndim(self) -> int:
@@ -123,10 +128,13 @@ def prepack(q: Any) -> PackedWeight:
     spread = _spread(given)
     k = spread.shape[0]
     along = given.group_size // spread.group_size
+    along_k = f"{', '.join(map(str, sorted({*GROUP_SIZES, k})))} along axis 0"
+    # As `quantize(..., axis=1)` makes it.
+    other = "; quantize with axis=0, the axis that a product x @ w contracts" if along > 1 else ""
     require(
         spread.group_size in (*GROUP_SIZES, k),
         f"groups of {spread.group_size} along axis 0 and {along} along axis 1",
-        f"{', '.join(map(str, sorted({*GROUP_SIZES, k})))} along axis 0",
+        f"{along_k}{other}",
     )
     return _prepack(spread)
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from jax_splitk import kernels
 from jax_splitk.runtime.arguments import RefusedType, RefusedValue
 
-IMPLEMENTATIONS = ("cutlass", "host", "xla")
+Implementation = Literal["cutlass", "host", "xla"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 DEFAULT_WORKSPACE_LIMIT = 256 * 2**20
 
 
@@ -27,7 +28,7 @@ class Options:
     """
 
     config: Any = None
-    implementation: str | None = None
+    implementation: Implementation | None = None
     workspace_limit_bytes: int | None = None
     tuning: Any = None
     quiet: bool = False
@@ -73,8 +74,12 @@ def check_options(op: str, options: Options) -> None:
         return
     known = [family for family in kernels.families(op) if isinstance(config, family.Config)]
     if not known:
-        accepted = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families(op))
-        raise RefusedType(f"config={config!r} of type {type(config).__name__}; accepted: {accepted}")
+        some = kernels.families(op)[-1].Config
+        raise RefusedType(
+            f"config={config!r} of type {_name(type(config))}; accepted: None (leave it out: the fastest is chosen), "
+            f"or the Config of a family that computes {op}, e.g. {some.__module__}.{some.__name__}; jax_splitk.explain "
+            "shows that of each operation"
+        )
     if (wrong := wrong_field(config)) is not None:
         raise RefusedType(f"config={config!r} has {wrong}")
     belongs = known[0].implementation
@@ -102,7 +107,9 @@ _context = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def options(*, implementation: str | None = None, workspace_limit_bytes: int | None = None) -> Iterator[None]:
+def options(
+    *, implementation: Implementation | None = None, workspace_limit_bytes: int | None = None
+) -> Iterator[None]:
     """Defaults for every jax_splitk operation traced inside the `with` block; a call's own arguments come first.
 
     Args:

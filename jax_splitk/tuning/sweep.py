@@ -49,7 +49,8 @@ class Point:
 
     @property
     def splits(self) -> int:
-        return self.candidate.config.splits
+        """1 for a config that has no such field."""
+        return getattr(self.candidate.config, "splits", 1)
 
     @property
     def variant(self) -> str:
@@ -67,7 +68,7 @@ class Sweep:
     """What was measured.
 
     Attributes:
-      points: ascending by splits.
+      points: ascending by splits; of a race, in the order of the cost model.
       model: the cost model's first choice, whatever its number of splits.
       source: "device" (profiler) or "wall".
     """
@@ -159,6 +160,30 @@ def sweep(
     target = target_for(local_platform())
     wanted = candidates(problem, target, splits, variants, only)
     (first, *_) = ranked(key_for(problem, target), current().workspace_limit) or wanted
+    found = _measured(problem, target, wanted, first, progress)
+    return dataclasses.replace(found, points=tuple(sorted(found.points, key=lambda point: point.splits)))
+
+
+def race(problem: Problem, configs: int, progress: Progress = lambda done, of: None) -> Sweep:
+    """Times the `configs` that the cost model puts first on the local device, in turns with XLA.
+
+    Raises:
+      ValueError: no kernel serves the problem; says why.
+      RuntimeError: XLA itself, or the cost model's first choice, fails.
+    """
+    target = target_for(local_platform())
+    wanted = ranked(key_for(problem, target), current().workspace_limit)[:configs]
+    if not wanted:
+        refusals = ((f.name, f.refusal(problem, None, target)) for f in kernels.families(problem.op, target.platform))
+        why = "; ".join(f"{name}: {reason}" for name, reason in refusals if reason is not None)
+        raise ValueError(f"{problem}: {why or f'there is no kernel for {target.platform}'}")
+    return _measured(problem, target, wanted, wanted[0], progress)
+
+
+def _measured(
+    problem: Problem, target: Target, wanted: Sequence[Candidate], first: Candidate, progress: Progress
+) -> Sweep:
+    """The times of `wanted`, of XLA and of `first`, the cost model's choice, which need not be among them."""
     with session().turn, usual_settings(), jax.default_device(jax.local_devices()[0]):
         bench = Bench(problem, target.platform, threading.Event())
         held, failures = bench.prepare([XLA, first])
@@ -177,8 +202,7 @@ def sweep(
             progress(min(start + BATCH, len(wanted)), len(wanted))
     xla_us, model_us = (statistics.median(times) for times in zip(*always, strict=True))
     model = dataclasses.replace(_point(problem, target, first, held[1]), us=model_us)
-    points += [model] if first in wanted else []
-    points.sort(key=lambda point: point.splits)
+    points[:0] = [model] if first in wanted else []
     return Sweep(problem, target, tuple(points), model, xla_us, "device" if on_device else "wall")
 
 

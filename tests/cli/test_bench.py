@@ -1,4 +1,4 @@
-"""`bench matmul`: a sweep on the CPU, its files, and what it refuses."""
+"""`bench matmul`: a sweep on the CPU, its files, and what it refuses. `bench conv`: the three passes."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ import pytest
 
 from jax_splitk.__main__ import main
 from jax_splitk.cli import bench, sweep_chart
+from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.dot.tma import Config
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -76,6 +77,55 @@ def test_a_config_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["bench", "matmul", *map(str, SIZES), "--sweep-splits", "2"]) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err.split("16x24x640 bkm,bkn: ")[1]) == ("", "xla failed: no luck at all\n")
+
+
+CONV = ("bench", "conv", "--batch", 2, "--in-channels", 4, "--out-channels", 8, "--kernel-spatial", 3, 3)
+
+
+@on_the_cpu
+def test_the_three_passes_of_a_convolution(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*CONV, "--input-spatial", 9, 8, "--window-strides", 2, 1, "--dtype", "float32", "--configs", 2)
+    found = run(capsys, *words, "--out", tmp_path / "conv.json")
+    assert found == json.loads((tmp_path / "conv.json").read_text())
+    assert [each["problem"]["op"] for each in found["passes"]] == list(bench.PASSES)
+    for each, family in zip(found["passes"], ("fprop_host", "dgrad_host", "wgrad_host"), strict=True):
+        assert (each["problem"]["input_spatial"], each["problem"]["window_strides"]) == ([9, 8], [2, 1])
+        assert [point["family"] for point in each["points"]] == [family] * 2
+        assert all(point["us"] > 0 for point in each["points"])
+        assert each["xla_us"] > 0
+    lines = text(capsys, *words).splitlines()
+    assert lines[0].startswith("convolution float32->float32 lhs 2x9x8x4 ")
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith("conv_")}
+    assert list(rows) == list(bench.PASSES)
+    for row in rows.values():
+        assert float(row[3]) == pytest.approx(float(row[1]) / float(row[2]), abs=0.02)
+    least = sum(min(float(row[1]), float(row[2])) for row in rows.values())
+    assert float(lines[-1].split(" by XLA, ")[1].split()[0]) == pytest.approx(least, abs=0.2)
+
+
+@on_the_cpu
+def test_a_pass_without_a_kernel_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(word) for word in (*CONV, "--input-spatial", 9, 8, "--dtype", "float32")]
+    families = {**catalogue.FAMILIES, "conv_fprop": ()}
+    monkeypatch.setattr(catalogue, "FAMILIES", families)
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert "conv_dgrad" in captured.out and "conv_fprop" not in captured.out
+    assert captured.err.startswith("XLA's alone: conv_fprop ")
+    assert captured.err.endswith("there is no kernel for cpu\n")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ((), "the following arguments are required: --input-spatial"),
+    (("--input-spatial", 9, 8, "--configs", 0), "--configs=0; accepted: an integer of at least 1"),
+    (("--input-spatial", 9, 8, "--padding", "SOME"), "padding='SOME'; accepted: 'SAME', 'SAME_LOWER', 'VALID'"),
+    (("--input-spatial", 9, 8, 7), "kernel_spatial"),
+    (("--input-spatial", 9, 8, "--dtype", "int8"), "dtype='int8'; accepted"),
+])  # fmt: skip
+def test_what_is_no_convolution_is_refused(
+    words: tuple[Any, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *CONV, *words)
 
 
 @pytest.mark.parametrize(("words", "message"), [

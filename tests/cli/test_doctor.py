@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import pytest
 
-from jax_splitk.cli import doctor
+import jax_splitk
+from jax_splitk.__main__ import main
+from jax_splitk.cli import doctor, machine
 from jax_splitk.runtime import nvml, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.command_line import command, refused, run, text
@@ -50,8 +52,11 @@ def test_text_has_every_finding() -> None:
     for line in doctor.text(doctor.examine()).splitlines():
         assert line in lines
     assert f"jax {jax.__version__}" in "\n".join(lines)
-    assert "implementation host: can run" in lines
-    assert "implementation xla: can run" in lines
+    assert "implementations host, xla: can run" in lines
+    assert lines[-2:] == [
+        "verdict: the CPU kernels run here; explain says what a Hopper GPU would gain",
+        "next: python -m jax_splitk explain YOUR_SCRIPT.py --platform cuda",
+    ]
 
 
 @on_cpu
@@ -64,8 +69,8 @@ def test_without_a_backend_it_says_so() -> None:
     assert (implementations["host"], implementations["xla"]) == (why, why)
     assert implementations["cutlass"].startswith("compiles, but ")
     lines = run_doctor(code=1, JAX_PLATFORMS="cuda").splitlines()
-    assert f"problem: {why}" in lines
-    assert "backend none: " in lines
+    assert [line for line in lines if why in line] == [f"problem: {why}"]
+    assert {"backend none", "implementations host, xla: cannot run", "next: unset JAX_PLATFORMS"} <= set(lines)
 
 
 def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any) -> None:
@@ -192,9 +197,10 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     names, wheels = ("nvidia-cuda-nvrtc 13", "nvidia-cuda-cccl", "nvidia-cuda-runtime"), toolchain.REQUIREMENTS[1:]
     missing = f"{', '.join(names)} are not installed: pip install {' '.join(map(repr, wheels))}"
     assert report["compiler"] == missing
-    why = f"cannot compile: {missing}; kernels that a cache or an exported function has need no compiler"
+    why = "no compiler for device code; kernels that a cache or an exported function has need none"
     assert report["implementations"] == {"cutlass": why, "host": None, "xla": None}
     assert f"implementation cutlass: {why}" in lines
+    assert [line for line in lines if missing in line] == [f"device code compiler: {missing}"]
 
 
 @pytest.mark.parametrize(("driver", "backend", "capability", "expected"), [
@@ -206,15 +212,48 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
 def test_on_other_machines(
     driver: str, backend: str, capability: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor._ffi, "driver_error", lambda: driver)
+    monkeypatch.setattr(machine._ffi, "driver_error", lambda: driver)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     target = dataclasses.replace(DEFAULT_CUDA, compute_capability=capability)
-    monkeypatch.setattr(doctor, "target_for", lambda platform: target)
+    monkeypatch.setattr(machine, "target_for", lambda platform: target)
     report = doctor.examine()
     assert report["implementations"]["cutlass"] == expected
     assert report["backend"] == backend
 
 
-@pytest.mark.parametrize("arguments", [[], ["surgeon"], ["doctor", "--xml"]])
+@pytest.mark.parametrize("arguments", [["surgeon"], ["doctor", "--xml"]])
 def test_other_commands_are_refused_with_the_usage(arguments: list[str], capsys: Any) -> None:
     assert "usage: python -m jax_splitk" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["cache"]])
+def test_without_a_command_the_help_is_printed(arguments: list[str], capsys: Any) -> None:
+    said = text(capsys, *arguments)
+    assert said.startswith(f"usage: {' '.join(['python -m jax_splitk', *arguments])} ")
+    assert "COMMAND" in said
+
+
+def test_the_version_is_printed(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jax_splitk {jax_splitk.__version__}\n"
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("problem", "command"),
+    [
+        ("jax 0.6.2 is installed: pip install --upgrade 'jax>=0.10.2'", "pip install --upgrade 'jax>=0.10.2'"),
+        ("it is not built: run `pip install -e .` in /home/me/jax_splitk", "pip install -e ."),
+        ("the code in /home/me/my cache is not used: anybody may write to it", "chmod go-w '/home/me/my cache'"),
+        ("the cache /proc/x cannot be written: ...", "export JAX_SPLITK_CACHE_DIR=A_FOLDER_THAT_CAN_BE_WRITTEN"),
+        ("JAX_SPLITK_AUTOTUNE='junk'; accepted: 'off', 'on_miss'", "unset JAX_SPLITK_AUTOTUNE"),
+    ],
+)
+def test_a_problem_has_a_command(problem: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(machine, "_cache_problems", lambda values: [problem])
+    assert text(capsys, "doctor", code=1).splitlines()[-3:] == [
+        f"problem: {problem}",
+        "verdict: jax_splitk runs, but not as it is set up to: see the problem",
+        f"next: {command}",
+    ]

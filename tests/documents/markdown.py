@@ -22,8 +22,12 @@ class Block:
 
 def files() -> list[pathlib.Path]:
     """What people read; benchmarks/notes are a log."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-    return [*top, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    top = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
+    return [
+        *(ROOT / name for name in top),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    ]
 
 
 def name(path: pathlib.Path) -> str:

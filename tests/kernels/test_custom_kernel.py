@@ -43,7 +43,7 @@ CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs the host f
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The imported package, with its handler where pybind11 is there to bind it."""
     folder = tmp_path_factory.mktemp("custom") / "pointwise_kernels"
-    shutil.copytree(EXAMPLE / "pointwise_kernels", folder)
+    shutil.copytree(EXAMPLE / "src" / "pointwise_kernels", folder)
     if importlib.util.find_spec("pybind11") is None:
         pytest.skip("pybind11 is not installed")
     import pybind11  # noqa: PLC0415
@@ -64,7 +64,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of the device source alone, which needs no handler; registered."""
     alone = types.ModuleType("pointwise_alone")
-    alone.__path__ = [str(EXAMPLE / "pointwise_kernels")]
+    alone.__path__ = [str(EXAMPLE / "src" / "pointwise_kernels")]
     monkeypatch.setitem(sys.modules, "pointwise_alone", alone)
     module = importlib.import_module("pointwise_alone.cuda")
     ours = tuple(family for family in catalogue.FAMILIES["conv_wgrad"] if family.name.startswith("wgrad"))

@@ -11,7 +11,6 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk import kernels
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
 from tests.convolutions import PLAIN
@@ -22,7 +21,7 @@ LHS, G, RHS_SHAPE = jnp.ones(PLAIN.lhs_shape), jnp.ones(PLAIN.g_shape), PLAIN.rh
 DTYPES = "bfloat16, float16, float32, float64"
 HOPPER_CONFIG, HOST_CONFIG = im2col.Config(128, 128, 6, False, 1), wgrad_host.Config(1, 64)
 
-CONFIGS = ", ".join(f"{family.Config.__module__}.Config" for family in kernels.families("conv_wgrad"))
+CONFIGS = "None (leave it out: the fastest is chosen), or the Config of a family that computes conv_wgrad, e.g. "
 ONE_GROUPING = "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1"
 # lax's texts, which its tests look for.
 SAME_STRIDES = (

@@ -399,8 +399,10 @@ def test_shard_map(form: str) -> None:
     ({"implementation": "host"}, NotImplementedError, "use jax_splitk.prepack, once. Or use implementation=None or"),
     ({"config": quantized_host.Config(1, 24)}, NotImplementedError, "config=Config(splits=1, row_block=24): kernels"),
     ({"implementation": "triton"}, ValueError, "implementation='triton'; accepted: None, 'cutlass', 'host', 'xla'"),
-    ({"config": object()}, TypeError, "of type object; accepted: jax_splitk.kernels.quantized."),
-    ({"config": wgrad_host.Config(1, 64)}, TypeError, "accepted: jax_splitk.kernels.quantized."),
+    ({"config": object()}, TypeError, "of type object; accepted: None (leave it out"),
+    ({"config": wgrad_host.Config(1, 64)}, TypeError,
+     "of type jax_splitk.kernels.wgrad.host.Config; accepted: None (leave it out: the fastest is chosen), or the "
+     "Config of a family that computes quantized_matmul, e.g. jax_splitk.kernels.quantized."),
     ({"transposed": 3}, TypeError, "transposed of type int; accepted: PackedWeight, None"),
 ])  # fmt: skip
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
