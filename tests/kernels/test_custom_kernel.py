@@ -213,7 +213,7 @@ def test_a_kernel_imports_what_is_public_only() -> None:
     """The example package and the page; the reference has all of it."""
     page = (EXAMPLE.parents[1] / "docs" / "own-kernel.md").read_text()
     texts = [*re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
-    texts += [path.read_text() for path in EXAMPLE.glob("pointwise_kernels/*.py")]
+    texts += [path.read_text() for path in EXAMPLE.glob("src/pointwise_kernels/*.py")]
     imported = {module for text in texts for module in re.findall(r"(?:from|import) (jax_splitk[\w.]*)", text)}
     assert imported == {"jax_splitk", "jax_splitk.kernel_api"}
     reference = (EXAMPLE.parents[1] / "docs" / "reference" / "api.md").read_text()
