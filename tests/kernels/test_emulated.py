@@ -28,6 +28,7 @@ def test_exact_on_integers(run: every_kernel.Run) -> None:
         np.testing.assert_array_equal(out, exact)
 
 
+SEEDS = range(32)  # the orders of threads and copies in which a fault may not show
 START = """
 #include "device/pipeline.cuh"
 extern "C" __global__ void __launch_bounds__(64) kernel(const float* x, float* out) {
@@ -41,14 +42,16 @@ COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.ex
 USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
 
 
-def run(folder: pathlib.Path, text: str, accesses: list[emulator.Access] | None = None) -> np.ndarray:
+def run(
+    folder: pathlib.Path, text: str, seed: int = 0, accesses: list[emulator.Access] | None = None
+) -> np.ndarray:
     """out, of 64 elements as x, of a kernel with this body."""
     (folder / "kernel.cu").write_text(START + text + "\n}\n")
     source = Source(str(folder / "kernel.cu"), ())
     launch = Launch("kernel", (1, 1, 1), (64, 1, 1), (Pointer(0), Pointer(1)), 1024)
     plan = DevicePlan(source, (Buffer(256, 16), Buffer(256, 16), Buffer(0, 16)), (), (launch,), "test")
     out = np.empty(64, np.float32)
-    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out], accesses=accesses)
+    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out], seed, accesses)
     return out
 
 
@@ -70,12 +73,33 @@ def test_what_is_waited_for_has_come(tmp_path: pathlib.Path) -> None:
 ])  # fmt: skip
 def test_what_a_gpu_would_not_survive(text: str, error: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(emulator.EmulationError, match=error):
-        run(tmp_path, text)
+        for seed in SEEDS:
+            run(tmp_path, text, seed)
 
 
 def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
-    out = run(tmp_path, COPY + "__syncthreads();" + USE + "pipeline.wait_full({});")
-    assert np.isnan(out).all()
+    text = COPY + "__syncthreads();" + USE + "pipeline.wait_full({});"
+    assert any(np.isnan(run(tmp_path, text, seed)).all() for seed in SEEDS)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_warp_may_be_so_late_that_it_misses_a_phase(itself: bool, tmp_path: pathlib.Path) -> None:
+    """Where one thread arrives for two warps, twice, before the second warp has waited for the first phase."""
+    text = f"""
+      __shared__ uint64_t barrier;
+      if (threadIdx.x == 0) Barrier::init(&barrier, {64 if itself else 1});
+      __syncthreads();
+      for (int phase = 0; phase < 2; ++phase) {{
+        if ({"true" if itself else "threadIdx.x == 0"}) Barrier::arrive(&barrier);
+        Barrier::wait(&barrier, phase);
+      }}
+      out[threadIdx.x] = 1;"""
+    if itself:
+        assert all((run(tmp_path, text, seed) == 1).all() for seed in SEEDS)
+        return
+    with pytest.raises(emulator.EmulationError, match="thread 32 of block .* waits at mbarrier"):
+        for seed in SEEDS:
+            run(tmp_path, text, seed)
 
 
 @pytest.mark.parametrize("between", ["fence_async_shared();", "loads_done();"])
@@ -102,6 +126,6 @@ COSTS = {
 def test_what_accesses_cost(tmp_path: pathlib.Path) -> None:
     """Requests, and the wavefronts or lines that are paid and would be without conflicts and gaps."""
     accesses: list[emulator.Access] = []
-    run(tmp_path, "\n".join(["uint32_t v[4] = {};", *COSTS]), accesses)
+    run(tmp_path, "\n".join(["uint32_t v[4] = {};", *COSTS]), accesses=accesses)
     assert {a.statement: (a.kind, (a.requests, a.paid, a.ideal)) for a in accesses} == COSTS
     assert {a.function for a in accesses} == {"kernel"}
