@@ -32,6 +32,8 @@ _HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", 
 _RUNTIME = ("counters.cc", "threads.cc", "memory.cc", "cute.cc", "launch.cc")
 # A block's variables are its own, not those of another library in which they have the same name.
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
+# The folder that all processes of a run share (tests/conftest.py); not that of a test with a cache of its own.
+_SHARED = os.environ.get("JAX_SPLITK_CACHE_DIR")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
@@ -169,22 +171,13 @@ extern "C" const char* emulate(int kernel, const unsigned* sizes, void* const* v
 
 
 @functools.cache
-def _folder() -> pathlib.Path:
-    """What all processes of a run share: the run's cache (tests/conftest.py), or else a folder of this process."""
-    shared = os.environ.get("JAX_SPLITK_CACHE_DIR")
-    if shared is None:
-        return pathlib.Path(_own_folder().name)
-    return pathlib.Path(shared, "emulator")
-
-
-@functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="jax_splitk-emulator-")
 
 
 def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib.Path:
     """What g++ makes of a text, which is kept by its content. Of several processes that want it one makes it."""
-    folder = _folder()
+    folder = pathlib.Path(_SHARED if _SHARED is not None else _own_folder().name, "emulator")
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
     source = folder / f"{name}-{digest}.h"

@@ -42,9 +42,7 @@ COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.ex
 USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
 
 
-def run(
-    folder: pathlib.Path, text: str, seed: int = 0, accesses: list[emulator.Access] | None = None
-) -> np.ndarray:
+def run(folder: pathlib.Path, text: str, seed: int = 0, accesses: list[emulator.Access] | None = None) -> np.ndarray:
     """out, of 64 elements as x, of a kernel with this body."""
     (folder / "kernel.cu").write_text(START + text + "\n}\n")
     source = Source(str(folder / "kernel.cu"), ())
@@ -97,7 +95,7 @@ def test_a_warp_may_be_so_late_that_it_misses_a_phase(itself: bool, tmp_path: pa
     if itself:
         assert all((run(tmp_path, text, seed) == 1).all() for seed in SEEDS)
         return
-    with pytest.raises(emulator.EmulationError, match="thread 32 of block .* waits at mbarrier"):
+    with pytest.raises(emulator.EmulationError, match=r"thread 32 of block .* waits at mbarrier"):
         for seed in SEEDS:
             run(tmp_path, text, seed)
 
