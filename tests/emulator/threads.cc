@@ -26,12 +26,16 @@ struct Running : Cluster {
   }
 };
 
-// The order in which a block's threads run.
+// The order in which a block's threads run and copies arrive.
 struct Order {
   std::mt19937 random;
-  int late;  // the warp that is, or -1
+  int late;          // the late warp's number
+  bool very_late;    // it waits for copies, too
+  bool slow_copies;  // they wait for all threads
 
-  Order(unsigned seed, int warps) : random(seed) { late = random() % 2 ? random() % warps : -1; }
+  Order(unsigned seed, int warps) : random(seed) {
+    late = random() % warps, very_late = random() % 2, slow_copies = random() % 2;
+  }
 };
 
 Running& running(const Block& block) { return static_cast<Running&>(*block.cluster); }
@@ -101,12 +105,13 @@ bool run_fibers(Block& block, Order& order, bool late) {
   return moved;
 }
 
-// All fibers that can and some of what is in the background; whether there was any.
 bool run_round(Block& block, Order& order) {
   bool moved = run_fibers(block, order, false);
-  // Of what nobody can go on without, one at least.
+  if (!moved && !order.very_late) moved = run_fibers(block, order, true);
+  // Some of what is in the background; of what nobody can go on without, one at least.
   std::vector<std::function<void()>> kept, run;
-  for (auto& work : block.background) (order.random() % 2 ? kept : run).push_back(std::move(work));
+  const bool none = moved && order.slow_copies;
+  for (auto& work : block.background) (none || order.random() % 2 ? kept : run).push_back(std::move(work));
   if (!moved && run.empty() && !kept.empty()) run.push_back(std::move(kept.back())), kept.pop_back();
   block.background = std::move(kept);
   for (auto& work : run) work(), moved = true;

@@ -1,8 +1,9 @@
 // Threads of a thread block as fibers, blocks of a cluster as threads of the system that take turns.
 //
-// A fiber runs until it waits for something. Which of those that may go on does so next is drawn by a seed. What is
-// done in the background (copies) is queued, and done at a later moment, drawn as well. A wait that nothing ends is an
-// error that names who waits for what. In half of the blocks one warp is late: it goes on only when nobody else can.
+// A fiber runs until it waits for something. Which of those that may go on does so next is drawn by a seed. One warp of
+// each thread block, drawn as well, is late: it goes on when no other of the block can, in half of the draws not even
+// after a copy. What is done in the background (copies) is queued, and done at a later moment, drawn as well; in half of
+// the draws once nobody can go on. A wait that nothing ends is an error that names who waits for what.
 
 #include <ucontext.h>
 
