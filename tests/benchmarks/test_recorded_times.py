@@ -17,7 +17,10 @@ from benchmarks.cost_model.options import Option
 from benchmarks.cost_model.records import Record, Timed
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from jax_splitk.tuning import table
 from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
 
 # Of first choices: how much slower they are than the fastest that was timed, in the mean and the 99th percentile, in
 # percent. A change of estimates may lower these bounds, not raise them.
@@ -60,6 +63,18 @@ def test_first_choices_lose_little(name: str) -> None:
 
 def test_every_operation_has_a_bound() -> None:
     assert set(regrets()) == set(REGRET)
+
+
+LEFT = 0.02  # of the rows of the tables in which ours are the faster ones
+
+
+def test_few_problems_that_ours_win_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Untuned, without the tables."""
+    monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
+    rows = [r for r in records.shipped(DEFAULT_CUDA) if r.xla_us and min(r.times().values(), default=1e9) < r.xla_us]
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    left = [r.problem for r in rows if select(r.problem, DEFAULT_CUDA, Options()).candidate == XLA]
+    assert len(rows) > 150 and len(left) <= LEFT * len(rows), left
 
 
 # ---- what is the best somewhere --------------------------------------------------------------------------------------
@@ -142,9 +157,9 @@ def test_options_are_forced_and_timed_beside_the_best(monkeypatch: pytest.Monkey
     out = tmp_path / "new" / "options.jsonl"
     found = options.run(suite, DEFAULT_CUDA, out, time.monotonic() + 60)
     assert records.read([out]) == found and len(found) == len(suite)
-    table = {row[0]: row[1:] for row in options.rows(lost, found, known)}
-    assert table["dot_tf32"] == ["0", "", "", "not timed"]
-    number, ratio, _, verdict = table[str(lost[0])]
+    rows = {row[0]: row[1:] for row in options.rows(lost, found, known)}
+    assert rows["dot_tf32"] == ["0", "", "", "not timed"]
+    number, ratio, _, verdict = rows[str(lost[0])]
     assert 1 <= int(number) <= options.PROBLEMS
     assert verdict == ("keep" if float(ratio) >= options.TIE else "delete")
     assert options.run(suite, DEFAULT_CUDA, out, 0.0) == []  # no time is left
