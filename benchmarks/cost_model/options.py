@@ -245,7 +245,7 @@ def _chosen(
         if family.name not in option.families.split("/"):
             continue
         own = list(served(family, known))
-        for i in rng.permutation(len(own))[: 8 * PROBLEMS]:
+        for i in rng.permutation(len(own))[: 4 * PROBLEMS]:
             if candidates := forced(option, family, own[i], usual(option, known)):
                 found.append((_seconds(own[i], candidates[0]) / own[i].flops, own[i], candidates))
     nearest = [(problem, candidates) for _, problem, candidates in sorted(found, key=lambda row: row[0])]

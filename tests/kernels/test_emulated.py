@@ -30,12 +30,13 @@ def test_exact_on_integers(run: every_kernel.Run) -> None:
 
 
 START = """
-#include "device/skeleton.cuh"
+#include "device/pipeline.cuh"
 extern "C" __global__ void __launch_bounds__(64) kernel(const float* x, float* out) {
   __shared__ Pipeline<1> pipeline;
   extern __shared__ float4 raw[];
   const uint32_t data = shared_address(raw);
-  start_barriers(pipeline);
+  if (threadIdx.x == 0) pipeline.init(1, 1);
+  __syncthreads();
 """
 COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.expect({}, 256)), 0);"
 USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
