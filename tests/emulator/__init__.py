@@ -3,11 +3,19 @@
 What is emulated: thread blocks and clusters, warps' and blocks' functions, mbarriers, TMA (tiled, im2col, multicast,
 bulk), mma and WGMMA, by what PTX's documentation says of them. What is not: the time that things take, memory ordering
 and proxy fences, the precision of tensor cores (sums are fp32), registers, asynchronous reads of registers.
+
+The headers here take the place of `kernels/device/ptx.cuh`, of `async.cuh` and of all that a source includes by <...>;
+every other file of the package is compiled as it is. They declare, and the `.cc` files define: these become a library
+that all kernels of a run share, so that g++ spends its time on a kernel's own code. The order of threads and copies and
+the warp that is late are drawn by a seed when a kernel runs. A source with the same macros is built once a run.
 """
 
 import ctypes
 import dataclasses
+import fcntl
+import functools
 import hashlib
+import os
 import pathlib
 import re
 import subprocess
@@ -21,8 +29,11 @@ from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam
 
 _FOLDER = pathlib.Path(__file__).parent
 _HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "async.h", "launch.h")
+_RUNTIME = ("counters.cc", "threads.cc", "memory.cc", "cute.cc", "launch.cc")
 # A block's variables are its own, not those of another library in which they have the same name.
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
+# The folder that all processes of a run share (tests/conftest.py); not that of a test with a cache of its own.
+_SHARED = os.environ.get("JAX_SPLITK_CACHE_DIR")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
@@ -65,14 +76,14 @@ def run(
       plan: what is run.
       inputs: its operands, of the sizes in bytes that its buffers have.
       outputs: its results but for the workspace, which are overwritten, starting as NaN, as the workspace does.
-      seed: of the order in which threads run and copies arrive.
+      seed: of the order in which threads run and copies arrive, and of the warp of a block that is late.
       accesses: gets what the kernels' accesses to memory cost; slower.
 
     Raises:
       EmulationError: a wait that nothing ends, an arrival or access that is wrong, a write outside of an output, an
         `__ldg` outside of the buffers.
     """
-    library = _compiled(plan, counting=accesses is not None)
+    runtime, library = _compiled(plan)
     arrays = [*inputs, *outputs]
     assert len(arrays) + 1 == len(plan.buffers)
     assert all(array.flags.c_contiguous for array in outputs)
@@ -85,7 +96,7 @@ def run(
         array[start : start + value.nbytes] = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
     addresses = [array.ctypes.data + start for array, start in zip(memory, starts, strict=True)]
     bounds = [bound for at, size in zip(addresses, sizes, strict=True) for bound in (at, at + size)]
-    library.give_buffers((ctypes.c_uint64 * len(bounds))(*bounds), len(sizes))
+    runtime.begin((ctypes.c_uint64 * len(bounds))(*bounds), len(sizes), accesses is not None)
     words = [np.array(each.words(), np.int64) for each in plan.maps]
     for number, launch in enumerate(plan.launches):
         params = [_bytes(param, addresses, plan.maps, words) for param in launch.params]
@@ -99,7 +110,7 @@ def run(
         if error:
             raise EmulationError(f"{plan.label}: {launch.kernel}: {error.decode()}")
     if accesses is not None:
-        accesses += _counted(plan, library)
+        accesses += _counted(plan, runtime)
     for index, (array, start, size) in enumerate(zip(memory, starts, sizes, strict=True)):
         before, after = array[:start], array[start + size :]
         if not (before.min(initial=255) == 255 == after.min(initial=255)):
@@ -109,10 +120,10 @@ def run(
         value.reshape(-1).view(np.uint8)[:] = memory[index][start : start + value.nbytes]
 
 
-def _counted(plan: DevicePlan, library: ctypes.CDLL) -> list[Access]:
-    library.counted_accesses.restype = ctypes.c_char_p
+def _counted(plan: DevicePlan, runtime: ctypes.CDLL) -> list[Access]:
+    runtime.counted_accesses.restype = ctypes.c_char_p
     lines, found = _text(plan).splitlines(), []
-    for row in library.counted_accesses().decode().splitlines():
+    for row in runtime.counted_accesses().decode().splitlines():
         function, line, kind, *numbers = row.split("\t")
         found.append(Access(function, lines[int(line) - 1].strip(), kind, *map(int, numbers)))
     return found
@@ -144,7 +155,7 @@ def _text(plan: DevicePlan) -> str:
     text = re.sub(r"^  (constexpr uint16_t \w+\[16\] =)", r"  static \1", text, flags=re.MULTILINE)
     text = _DYNAMIC.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic);", text)
     cases = "\n".join(
-        f"    case {i}: return emulator::said(emulator::launch(::{name}, sizes, values, bytes, count, seed));"
+        f"    case {i}: return emulator::launch(::{name}, sizes, values, bytes, count, seed);"
         for i, name in enumerate(plan.kernels())
     )
     table = f"""
@@ -155,39 +166,55 @@ extern "C" const char* emulate(int kernel, const unsigned* sizes, void* const* v
   }}
   return "no such kernel";
 }}
-extern "C" void give_buffers(const emulator::Bytes* buffers, int count) {{
-  emulator::buffers.assign(buffers, buffers + count);
-}}
-extern "C" const char* counted_accesses() {{ return emulator::said(emulator::counted()); }}
 """
     return f"{text}\n{table}"
 
 
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="jax_splitk-emulator-")
+
+
 def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib.Path:
-    """What g++ makes of a text, which is kept by its content."""
-    folder = pathlib.Path(tempfile.gettempdir()) / "jax_splitk_emulator"
-    folder.mkdir(exist_ok=True)
+    """What g++ makes of a text, which is kept by its content. Of several processes that want it one makes it."""
+    folder = pathlib.Path(_SHARED if _SHARED is not None else _own_folder().name, "emulator")
+    folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
     source = folder / f"{name}-{digest}.h"
     built = source.with_suffix(suffix)
-    if not built.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            given, made = pathlib.Path(work, source.name), pathlib.Path(work, built.name)
-            given.write_text(text)
-            command = ["g++", *options, str(given), "-o", str(made)]
+    if built.exists():
+        return built
+    with source.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not built.exists():
+            file.truncate(0)
+            file.write(text)
+            file.flush()
+            made = source.with_suffix(".made")
+            command = ["g++", *options, str(source), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise EmulationError(f"{name} with {' '.join(options)}:\n{done.stderr[:4000]}")
-            given.replace(source)
             made.replace(built)
     return built
 
 
-def _compiled(plan: DevicePlan, *, counting: bool) -> ctypes.CDLL:
-    general = [*_OPTIONS, *["-DCOUNTED"] * counting]
-    stand_ins = "\n".join((_FOLDER / name).read_text() for name in _HEADERS)
-    header = _built("stand_ins", ".h.gch", stand_ins, [*general, "-x", "c++-header"]).with_suffix("")
+def _with(header: pathlib.Path) -> list[str]:
+    """The options that make a library of a text which follows a header that was compiled ahead."""
+    return [*_OPTIONS, "-shared", "-include", str(header), "-x", "c++"]
+
+
+@functools.cache
+def _runtime() -> tuple[pathlib.Path, pathlib.Path]:
+    """The stand-ins' header, and the library of what need not be compiled with each kernel."""
+    stand_ins, code = ("\n".join((_FOLDER / name).read_text() for name in names) for names in (_HEADERS, _RUNTIME))
+    header = _built("stand_ins", ".h.gch", stand_ins, [*_OPTIONS, "-x", "c++-header"]).with_suffix("")
+    return header, _built("runtime", ".so", code, _with(header))
+
+
+def _compiled(plan: DevicePlan) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """The runtime, whose functions the kernels call, and the plan's kernels."""
+    header, runtime = _runtime()
     macros = (f"-D{name}={value}" for name, value in plan.source.defines)
-    options = [*general, "-shared", *macros, "-include", str(header), "-x", "c++"]
-    name = pathlib.Path(plan.source.file).stem
-    return ctypes.CDLL(str(_built(name, ".so", _text(plan), options)))
+    kernels = _built(pathlib.Path(plan.source.file).stem, ".so", _text(plan), [*macros, *_with(header)])
+    return ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL), ctypes.CDLL(str(kernels))

@@ -23,8 +23,7 @@ struct Barrier {
     arrive(at);
   }
   static void arrive_after_copies(const uint64_t* at) {
-    for (auto& copy : emulator::self->copies) copy();
-    emulator::self->copies.clear();
+    emulator::do_copies();
     arrive(at);
   }
 };
@@ -41,7 +40,7 @@ inline void arrive_if(bool condition, uint32_t barrier) {
 // ---- threads of a block, and of a cluster --------------------------------------------------------------------------
 
 inline void named_sync(int threads, int barrier) { emulator::sync(100 + barrier, threads, "named_sync"); }
-inline void named_arrive(int, int barrier) { ++emulator::self->block->barriers[100 + barrier].arrived; }
+inline void named_arrive(int, int barrier) { emulator::arrive(100 + barrier); }
 template <int THREADS, int BARRIER>
 inline void sync_threads() {
   emulator::sync(100 + BARRIER, THREADS, "sync_threads");
@@ -51,17 +50,9 @@ inline uint32_t elect_one() { return emulator::self->number % 32 == 0; }
 inline uint32_t block_rank_in_cluster() { return emulator::self->block->rank; }
 inline uint32_t set_block_rank(uint32_t address, uint32_t rank) { return emulator::in_block(address, rank); }
 
-inline void cluster_arrive() {
-  emulator::Meeting& meeting = emulator::self->block->cluster->meeting;
-  emulator::self->cluster_since = meeting.generation;
-  ++meeting.arrived;
-}
+inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
-inline void cluster_wait() {
-  emulator::Cluster* cluster = emulator::self->block->cluster;
-  const unsigned since = emulator::self->cluster_since;
-  emulator::wait_until("cluster_wait", [=] { return cluster->meeting.is_over(since, cluster->live); });
-}
+inline void cluster_wait() { emulator::cluster_wait(); }
 template <int REGISTERS>
 void raise_registers() {}
 template <int REGISTERS>
@@ -73,20 +64,12 @@ template <int BYTES>
 inline void copy_async(uint32_t to, const void* from, int bytes, SITE) {
   emulator::count("cp.async from global", BYTES, from, site, bytes > 0);
   emulator::count("cp.async to shared", BYTES, to, site);
-  uint8_t* target = emulator::pointer(to);
-  emulator::self->copies.push_back([=] { std::memset(target, 0, BYTES), std::memcpy(target, from, bytes); });
+  emulator::copy_async(to, from, bytes, BYTES);
 }
-inline void commit_copies() {
-  emulator::self->groups.push_back(std::move(emulator::self->copies));
-  emulator::self->copies.clear();
-}
-// What has not been waited for has not come.
+inline void commit_copies() { emulator::commit_copies(); }
 template <int PENDING>
 inline void wait_copies() {
-  auto& groups = emulator::self->groups;
-  for (; groups.size() > PENDING; groups.pop_front()) {
-    for (auto& copy : groups.front()) copy();
-  }
+  emulator::wait_copies(PENDING);
 }
 
 // ---- copies by TMA -------------------------------------------------------------------------------------------------
@@ -99,48 +82,36 @@ inline void fence_async_shared() { ++emulator::self->fences; }
 inline void loads_done() { fence_async_shared(); }
 
 inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
-  emulator::check_read(emulator::block_at(to), to, bytes);
-  uint8_t* target = emulator::pointer(to);
-  emulator::Barrier* counts = &emulator::barrier(barrier);
-  emulator::later([=] { std::memcpy(target, from, bytes), counts->complete(bytes); });
+  emulator::copy_bulk(to, from, bytes, emulator::barrier(barrier));
 }
 inline void copy_bulk(void* to, const void* from, int32_t bytes, uint64_t* full) {
-  emulator::Barrier* barrier = &emulator::barrier(emulator::address(full));
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("a bulk copy that is not of whole 16 bytes");
-  emulator::check_read(*emulator::self->block, emulator::address(to), bytes);
-  emulator::later([=] { std::memcpy(to, from, bytes), barrier->complete(bytes); });
+  emulator::copy_bulk(emulator::address(to), from, bytes, emulator::barrier(emulator::address(full)));
 }
 
 template <class... At>
 void load_tile(const void* map, uint64_t* full, uint64_t, void* to, At... at) {
-  emulator::load_box<sizeof...(At)>(map, full, emulator::own_mask(), to, at...);
+  const int32_t place[] = {int32_t(at)...};
+  emulator::load_box(map, sizeof...(At), full, emulator::own_mask(), to, place);
 }
 template <class... At>
 void store_tile(const void* map, const void* from, At... at) {
-  emulator::store_box<sizeof...(At)>(map, from, at...);
+  const int32_t place[] = {int32_t(at)...};
+  emulator::store_box(map, sizeof...(At), from, place);
 }
 template <int PENDING = 0>
 inline void wait_stores_read() {
-  std::deque<int>& stores = emulator::self->stores;
-  stores.push_back(0);
-  const auto last = stores.size() - 1 - std::min<size_t>(PENDING, stores.size() - 1);
-  emulator::wait_until("wait_stores_read", [&stores, last] {
-    return std::all_of(stores.begin(), stores.begin() + last, [](int open) { return open == 0; });
-  });
+  emulator::wait_stores_read(PENDING);
 }
 template <class... At>
 void load_tile_multicast(const void* map, uint64_t* full, uint16_t mask, uint64_t, void* to, At... at) {
-  emulator::load_box<sizeof...(At)>(map, full, mask, to, at...);
+  const int32_t place[] = {int32_t(at)...};
+  emulator::load_box(map, sizeof...(At), full, mask, to, place);
 }
 // Coordinates of a window's origin, the channel's first, then offsets within it.
 template <class... At>
 void load_im2col(const void* map, uint64_t* full, void* to, At... numbers) {
   constexpr int RANK = sizeof...(At) / 2 + 1;
-  const emulator::Map m(static_cast<const uint64_t*>(map));
-  if (!m.im2col || m.rank != RANK) emulator::fail("a load of another kind than its tensor map");
-  const std::array<int64_t, 10> at = {int64_t(int32_t(numbers))...};
-  emulator::load_map(m, at[0], emulator::address(full), emulator::address(to), emulator::own_mask(),
-                     [at](const emulator::Map& map, uint8_t* window, uint32_t to) {
-                       map.load_im2col(window, to, at.data(), at.data() + RANK);
-                     });
+  const int32_t place[] = {int32_t(numbers)...};
+  emulator::load_window(map, RANK, full, to, place, place + RANK);
 }

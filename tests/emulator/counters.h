@@ -1,17 +1,11 @@
-// What the warps' accesses to memory cost, beside what they would cost at best; only where COUNTED is defined.
+// What the warps' accesses to memory cost, beside what they would cost at best; only of runs that ask for it.
 //
 // An access of a warp is what its lanes do at the same place of the source, as often since the warp or the block last
 // met. Of shared memory its cost is wavefronts: words that meet in one of 32 banks go one after the other, of 32 lanes
 // with 4 bytes, 16 with 8 or 8 with 16 at a time (rows of matrices are 16 bytes). Of global memory it is lines of 128
 // bytes. Copies by TMA, what WGMMA reads and plain C++ accesses are not counted.
 
-#include <algorithm>
 #include <cstdint>
-#include <map>
-#include <set>
-#include <string>
-#include <tuple>
-#include <vector>
 
 namespace emulator {
 
@@ -21,102 +15,12 @@ struct Site {  // of the call of a function that has it as its last argument
 };
 #define SITE emulator::Site site = {__builtin_FUNCTION(), __builtin_LINE()}
 
-using Place = std::tuple<const char*, int, const char*, int>;  // function, line, kind of access, bytes of a lane
+class Counter;  // of a block
 
-struct Access {
-  uint64_t addresses[32];
-  uint32_t lanes = 0;
-};
-
-struct Cost {
-  long requests = 0, paid = 0, ideal = 0;
-
-  void add_shared(int bytes, const Access& access) {
-    const int together = bytes > 4 ? 128 / bytes : 32;
-    requests += access.lanes != 0;
-    for (int first = 0; first < 32; first += together) {
-      std::set<uint64_t> words;
-      for (int lane = first; lane < first + together; ++lane) {
-        if (!(access.lanes >> lane & 1)) continue;
-        for (int byte = 0; byte < bytes; byte += 4) words.insert((access.addresses[lane] + byte) / 4);
-      }
-      int banks[32] = {};
-      for (uint64_t word : words) ++banks[word % 32];
-      paid += *std::max_element(banks, banks + 32), ideal += !words.empty();
-    }
-  }
-
-  void add_global(int bytes, const Access& access) {
-    std::set<uint64_t> lines, parts;  // parts: as large as a lane's
-    for (int lane = 0; lane < 32; ++lane) {
-      if (!(access.lanes >> lane & 1)) continue;
-      lines.insert(access.addresses[lane] / 128), parts.insert(access.addresses[lane] / bytes);
-    }
-    requests += access.lanes != 0, paid += lines.size(), ideal += (parts.size() * bytes + 127) / 128;
-  }
-};
-
-inline std::map<Place, Cost> costs;  // of all blocks that are over
-
-#ifdef COUNTED
-// Of a block, by its threads' numbers.
-class Counter {
-  struct Thread {
-    unsigned meetings = 0;
-    std::map<Place, int> times;  // since the last one
-  };
-  std::map<int, Thread> threads;
-  std::map<std::tuple<Place, int, unsigned, int>, Access> accesses;  // by warp, meetings and times
-
- public:
-  Counter() = default;
-  Counter(Counter&&) = default;
-  ~Counter() {
-    for (const auto& [key, access] : accesses) {
-      const auto& [function, line, kind, bytes] = std::get<0>(key);
-      Cost& cost = costs[std::get<0>(key)];
-      std::string(kind).find("shared") == std::string::npos ? cost.add_global(bytes, access)
-                                                            : cost.add_shared(bytes, access);
-    }
-  }
-
-  // `active`: whether the thread takes part in what it has come to.
-  void add(int number, const char* kind, int bytes, uint64_t address, bool active, const Site& site) {
-    const Place place(site.function, site.line, kind, bytes);
-    Thread& thread = threads[number];
-    Access& access = accesses[{place, number / 32, thread.meetings, thread.times[place]++}];
-    access.addresses[number % 32] = address, access.lanes |= unsigned(active) << number % 32;
-  }
-  void meet(int number) {
-    Thread& thread = threads[number];
-    ++thread.meetings, thread.times.clear();
-  }
-  // Of the addresses of all lanes, in the first words.
-  void add_matrices(const char* kind, int count, const uint32_t (*words)[8], const Site& site) {
-    Access access;
-    for (int lane = 0; lane < 8 * count; ++lane) access.addresses[lane] = words[lane][0], access.lanes |= 1u << lane;
-    costs[{site.function, site.line, kind, 16}].add_shared(16, access);
-  }
-};
-#else
-struct Counter {
-  void add(int, const char*, int, uint64_t, bool, const Site&) {}
-  void meet(int) {}
-  void add_matrices(const char*, int, const uint32_t (*)[8], const Site&) {}
-};
-#endif
-
-// A line each: function, line, kind, bytes of a lane, requests, paid, ideal. Starts anew.
-inline std::string counted() {
-  std::string text;
-  for (const auto& [place, cost] : costs) {
-    const auto& [function, line, kind, bytes] = place;
-    text += std::string(function) + '\t' + std::to_string(line) + '\t' + kind + '\t' + std::to_string(bytes);
-    for (long value : {cost.requests, cost.paid, cost.ideal}) text += '\t' + std::to_string(value);
-    text += '\n';
-  }
-  costs.clear();
-  return text;
-}
+// The running thread's access; `active`: whether the thread takes part in what it has come to.
+void count(const char* kind, int bytes, const void* at, const Site& site, bool active = true);
+void count(const char* kind, int bytes, uint32_t address, const Site& site);
+// Of the addresses of all lanes, in the first words.
+void count_matrices(const char* kind, int count, const uint32_t (*words)[8], const Site& site);
 
 }  // namespace emulator

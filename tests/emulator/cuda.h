@@ -66,25 +66,11 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return out;
 }
-namespace emulator {
-struct Bytes {
-  const uint8_t *from, *to;
-};
-inline std::vector<Bytes> buffers;  // of the plan
-
-// Of a thread's access to global memory.
-inline void count(const char* kind, int bytes, const void* at, const Site& site, bool active = true) {
-  self->block->counter.add(self->number, kind, bytes, reinterpret_cast<uintptr_t>(at), active, site);
-}
-}  // namespace emulator
 template <class T>
 inline T __ldg(const T* from, SITE) {
   emulator::count("ld.global", sizeof(T), from, site);
-  for (const emulator::Bytes& buffer : emulator::buffers) {
-    const uint8_t* at = reinterpret_cast<const uint8_t*>(from);
-    if (at >= buffer.from && at + sizeof(T) <= buffer.to) return *from;
-  }
-  emulator::fail("__ldg outside of the buffers");
+  emulator::check_buffers(from, sizeof(T));
+  return *from;
 }
 template <class T>
 inline T __ldcg(const T* from, SITE) {
@@ -133,27 +119,6 @@ struct __nv_fp8_e4m3 {
 
 namespace emulator {
 
-// What each lane of the mask gives, in words; returns when all have given theirs.
-template <int N>
-const uint32_t (*exchange(uint32_t mask, const uint32_t (&mine)[N], const char* what))[8] {
-  const int warp = self->number / 32, lane = self->number % 32;
-  Exchange& e = self->block->exchanges[{warp, mask}];
-  const unsigned since = e.generation;
-  for (int i = 0; i < N; ++i) e.words[since % 2][lane][i] = mine[i];
-  ++e.arrived;
-  Block* block = self->block;
-  wait_until(what, [&e, since, mask, warp, block] {
-    int expected = 0;  // who has ended does not come
-    for (int i = 0; i < 32; ++i) {
-      const size_t number = 32 * warp + i;
-      if (mask >> i & 1 && number < block->fibers.size() && !block->fibers[number].done) ++expected;
-    }
-    return e.is_over(since, expected);
-  });
-  if (mask == ~0u) block->counter.meet(self->number);
-  return e.words[since % 2];
-}
-
 template <class T>
 T from_lane(uint32_t mask, const T& value, int lane, const char* what) {
   static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 32);
@@ -162,12 +127,6 @@ T from_lane(uint32_t mask, const T& value, int lane, const char* what) {
   T out;
   std::memcpy(&out, exchange(mask, words, what)[lane & 31], sizeof(T));
   return out;
-}
-
-inline void sync(int barrier, int threads, const char* what) {
-  Block* block = self->block;
-  meet(block->barriers[barrier], what, [=] { return threads > 0 ? threads : block->live; });
-  block->counter.meet(self->number);
 }
 
 }  // namespace emulator

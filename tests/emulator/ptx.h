@@ -10,7 +10,7 @@ template <bool TRANSPOSED, int COUNT>
 void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
   const int lane = self->number % 32;
   const auto addresses = exchange(~0u, {address}, "ldmatrix");
-  if (lane == 0) self->block->counter.add_matrices("ldmatrix.shared", COUNT, addresses, site);
+  if (lane == 0) count_matrices("ldmatrix.shared", COUNT, addresses, site);
   if (lane < 8 * COUNT) note_read(address);
   for (int i = 0; i < COUNT; ++i) {
     uint32_t halves[2];
@@ -27,7 +27,7 @@ template <bool TRANSPOSED, int COUNT>
 void store_matrices(uint32_t address, const uint32_t (&v)[COUNT], const Site& site) {
   const int lane = self->number % 32;
   const auto given = exchange(~0u, {address, v[0], v[1], v[COUNT - 2], v[COUNT - 1]}, "stmatrix");
-  if (lane == 0) self->block->counter.add_matrices("stmatrix.shared", COUNT, given, site);
+  if (lane == 0) count_matrices("stmatrix.shared", COUNT, given, site);
   // A lane stores the row that it has the address of.
   for (int column = 0; column < 8 && lane < 8 * COUNT; ++column) {
     const int row = lane % 8, matrix = lane / 8;
@@ -49,10 +49,6 @@ uint32_t halves(uint32_t a, uint32_t b, uint32_t c, const Operation& operation) 
   return out;
 }
 
-inline void count(const char* kind, int bytes, uint32_t address, const Site& site) {
-  self->block->counter.add(self->number, kind, bytes, address & OFFSET, true, site);
-}
-
 }  // namespace emulator
 
 template <class T>
@@ -68,9 +64,7 @@ inline void store_shared(uint32_t address, const T& v, SITE) {
   std::memcpy(emulator::pointer(address), &v, sizeof(T));
 }
 inline void store_async(uint32_t address, const float4& v, uint32_t barrier) {
-  float4* to = emulator::pointer<float4>(address);
-  emulator::Barrier* counts = &emulator::barrier(barrier);
-  emulator::later([=] { *to = v, counts->complete(16); });
+  emulator::store_async(address, v, emulator::barrier(barrier));
 }
 inline float4 load_cluster(uint32_t address, int block) {
   return *emulator::pointer<float4>(emulator::in_block(address, block));

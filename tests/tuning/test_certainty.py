@@ -13,7 +13,6 @@ from benchmarks.cost_model import records
 from jax_splitk import kernels
 from jax_splitk.kernels import cost_model, xla
 from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import certainty, table
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -42,12 +41,6 @@ def device(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, one: float, do
     kind = f"NVIDIA {folder} {one} {doubt}"
     cost_model.path_for(kind).write_text(json.dumps(model))
     return dataclasses.replace(DEFAULT_CUDA, device_kind=kind)
-
-
-@pytest.mark.parametrize("problem", SUITES.values(), ids=SUITES)
-def test_untuned_choices_of_the_suites_stay_ours(problem: Problem) -> None:
-    """Where ours are known to win."""
-    assert select(problem, DEFAULT_CUDA, Options()).candidate != XLA
 
 
 def test_xla_is_preferred_where_it_is_faster_beyond_doubt(

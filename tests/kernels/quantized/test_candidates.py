@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 from jax import numpy as jnp
 
-from benchmarks.cost_model import records
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning.choice import Candidate
 from tests.products import E4M3, HALF, problems, valid_problem
 
 FAMILIES = kernels.families("quantized_matmul", "cuda")
@@ -118,7 +116,7 @@ def test_every_legal_split_fits_into_shared_memory() -> None:
             assert together * (tiled.FAMILY.shared_bytes(p, config) + 1024) <= SM_SHARED
 
 
-# ---- the cost model ------------------------------------------------------------------------------------------------
+# ---- what is tried -------------------------------------------------------------------------------------------------
 
 
 def in_splits(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, splits: int, groups: int = 1) -> Any:
@@ -128,54 +126,12 @@ def in_splits(p: QuantizedMatmulProblem, tile: tuple[int, int], stages: int, spl
 
 Stream = stream.Config
 ROWS_64 = valid_problem(64, 8192, 3584)
-# Device times of int4 weights in groups of 64 by 8192 k on an H200: the fastest config of each, and slow ones.
-MEASURED = [
-    (candidate, record.problem, us)
-    for record in records.read([records.DATA / "quantized_h200.jsonl"])
-    for candidate, us in record.times().items()
-]
-OFF = {"quantized_stream": 0.08, "quantized_fp8": 0.1, "quantized_tiled": 0.1}
-FARTHEST = (Stream(32, 4, 4, 3, 4, 30), 0.18)  # one config is farther off
-
-
-@pytest.mark.parametrize(("candidate", "p", "us"), MEASURED, ids=str)
-def test_the_model_is_close_to_measured_times(candidate: Candidate, p: QuantizedMatmulProblem, us: float) -> None:
-    family, config = candidate.family, candidate.config
-    assert family is not None
-    assert family.refusal(p, config) is None
-    off = FARTHEST[1] if config == FARTHEST[0] else OFF[family.name]
-    assert family.estimate(p, config, DEFAULT_CUDA) == pytest.approx(us * 1e-6, rel=off)
-
-
-def test_the_model_prefers_full_machines() -> None:
-    """56 tiles of 64 features, or 64 of 128, leave half of the machine idle unless k is divided; 448 tiles of 128x256
-    fill 3.4 rounds of 132 multiprocessors, so that the last ones are cut."""
-
-    def best(family: Family, rows: int, features: int, **changes: Any) -> tuple[QuantizedMatmulProblem, Any]:
-        p = valid_problem(rows, 8192, features, **changes)
-        return p, min(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA))
-
-    assert best(stream.FAMILY, 8, 3584)[1].cluster > 1
-    p, config = best(tiled.FAMILY, 64, 8192)
-    assert config.splits > 1 or tiles.is_cut(p, config)
-    assert tiles.is_cut(*best(fp8.FAMILY, 4096, 3584, x_dtype=E4M3))
-    for features in (3584, 8192):
-        assert best(tiled.FAMILY, 64, features)[1].k_warpgroups == 2
-
-
-@pytest.mark.parametrize(("features", "clusters"), [(3584, 56), (8192, 64), (28672, 64)])
-def test_pairs_that_hold_half_of_x_are_among_the_first(features: int, clusters: int) -> None:
-    """The slice of x is loaded while the first words are."""
-    p = valid_problem(16, 8192, features)
-    found = sorted(stream.FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: stream.FAMILY.estimate(p, c, DEFAULT_CUDA))
-    assert Stream(16, 2, 4, 4, 2, clusters) in found[:4]
 
 
 def test_few_rows_of_e4m3_cut_k() -> None:
     """28 or 14 tiles along 3584 features: k is cut, and taller tiles, which read less of x, are tried, too."""
     p = valid_problem(64, 8192, 3584, x_dtype=E4M3)
     found = fp8.FAMILY.candidates(p, DEFAULT_CUDA)
-    assert (found[0].tile_m, found[0].splits) == (128, 4)
     assert {config.tile_m for config in found} == {128, 256}
     near = fp8.FAMILY.neighbours(p, found[0], DEFAULT_CUDA)
     for configs in (found, near):
@@ -250,35 +206,6 @@ def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) 
     assert found == (expected == E4M3, p.x_dtype == E4M3)
     # Activations of e4m3 take half the room.
     assert stream.x_bytes(p, config) == 8 * 4096 // 2 * jnp.dtype(expected).itemsize
-
-
-def test_code_without_what_sizes_do_not_need() -> None:
-    for k, features, expected in ((4096, 640, (1, 1)), (4096, 642, (1, 0)), (4160, 640, (0, 1)), (4095, 641, (0, 0))):
-        p = valid_problem(5, k, features, group_size=64 if k % 64 == 0 else k)
-        assert macros(stream.FAMILY, p, Stream(8, 2, 2, 4, 2, 64), "WHOLE", "FOURS") == expected
-    for k, features, changes, expected in (
-        (1024, 200, {}, (1, 1, 0)),
-        (1024, 202, {}, (0, 1, 0)),
-        (1088, 200, {}, (1, 0, 0)),
-        (1020, 200, {"group_size": 1020}, (1, 1, 1)),
-        (1024, 200, {"x_dtype": E4M3}, (1, 1, 1)),
-        (1024, 200, {"qtype": "uint4", "zero_dtype": "bfloat16"}, (1, 1, 1)),
-    ):
-        p = valid_problem(40, k, features, **changes)
-        assert macros(tiled.FAMILY, p, in_splits(p, (128, 64), 4, 1), "EIGHTS", "WHOLE", "PREPARED") == expected
-
-
-def test_code_depends_on_splits_and_on_few_tiles_along_the_rows() -> None:
-    for rows, tile_n, splits, expected in (
-        (64, 64, 2, (2, 1)), (100, 64, 3, (3, 2)), (256, 64, 1, (1, 4)), (257, 64, 1, (1, 0)), (4096, 128, 1, (1, 0)),
-    ):  # fmt: skip
-        p = valid_problem(rows, 1024, 1024)
-        config = in_splits(p, (128, tile_n), 4, splits)
-        assert macros(tiled.FAMILY, p, config, "SPLITS", "N_TILES") == expected
-    for k, splits, expected in ((1024, 1, (0, 0)), (2048, 1, (0, 0)), (1024, 4, (2, 2)), (1024, 3, (3, 2))):
-        p = valid_problem(40, k, 200)
-        config = in_splits(p, (128, 64), 4, splits)
-        assert macros(tiled.FAMILY, p, config, "RANGE", "LAST_RANGE") == expected
 
 
 def test_a_streams_code_depends_on_types_config_and_divisors_alone() -> None:
