@@ -1,8 +1,9 @@
 // Threads of a thread block as fibers, blocks of a cluster as threads of the system that take turns.
 //
-// A fiber runs until it waits for something. Which of those that may go on does so next is drawn by a seed. What is
-// done in the background (copies) is queued, and done at a later moment, drawn as well. A wait that nothing ends is an
-// error that names who waits for what.
+// A fiber runs until it waits for something. Which of those that may go on does so next is drawn by a seed. One warp of
+// each thread block, drawn as well, is late: it goes on when no other of the block can, in half of the draws not even
+// after a copy. What is done in the background (copies) is queued, and done at a later moment, drawn as well; in half of
+// the draws once nobody can go on. A wait that nothing ends is an error that names who waits for what.
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -97,7 +98,9 @@ struct Block {
   uint8_t* window = nullptr;  // its `dynamic`
   std::vector<Fiber> fibers;
   ucontext_t scheduler;
-  int live = 0;
+  int live = 0, late = 0;  // the late warp's number
+  bool very_late = false;  // it waits for copies, too
+  bool slow_copies = false;  // they wait for all threads
   std::vector<std::function<void()>> background;
   std::vector<Reader> readers;  // of each 16 bytes of the window
   std::map<int, Meeting> barriers;
@@ -173,32 +176,43 @@ inline std::vector<void*>& stacks() {
   return free;
 }
 
-// One after the other, all fibers that can; whether there was one.
-inline bool run_round(Block& block) {
+// One after the other, all fibers that can, of the late warp or of the others; whether there was one.
+inline bool run_fibers(Block& block, bool late) {
   bool moved = false;
   const size_t first = block.random() % block.fibers.size(), count = block.fibers.size();
   for (size_t i = 0; i < count && block.cluster->error.empty(); ++i) {
     Fiber& fiber = block.fibers[(first + i) % count];
-    if (fiber.done || (fiber.ready != nullptr && !fiber.ready(fiber.on))) continue;
+    if (fiber.done || (fiber.number / 32 == block.late) != late) continue;
+    if (fiber.ready != nullptr && !fiber.ready(fiber.on)) continue;
     fiber.ready = nullptr;
     self = &fiber;
     swapcontext(&block.scheduler, &fiber.context);
     self = nullptr;
     moved = true;
   }
+  return moved;
+}
+
+inline bool run_round(Block& block) {
+  bool moved = run_fibers(block, false);
+  if (!moved && !block.very_late) moved = run_fibers(block, true);
   // Some of what is in the background; of what nobody can go on without, one at least.
   std::vector<std::function<void()>> kept, run;
-  for (auto& work : block.background) (block.random() % 2 ? kept : run).push_back(std::move(work));
+  const bool none = moved && block.slow_copies;
+  for (auto& work : block.background) (none || block.random() % 2 ? kept : run).push_back(std::move(work));
   if (!moved && run.empty() && !kept.empty()) run.push_back(std::move(kept.back())), kept.pop_back();
   block.background = std::move(kept);
   for (auto& work : run) work(), moved = true;
-  return moved;
+  return moved || run_fibers(block, true);
 }
 
 inline void run_block(Block& block, unsigned seed) {
   Cluster& cluster = *block.cluster;
   std::unique_lock<std::mutex> turn(cluster.turn);
   block.random.seed(seed);
+  block.late = block.random() % ((block.fibers.size() + 31) / 32);
+  block.very_late = block.random() % 2;
+  block.slow_copies = block.random() % 2;
   block.window = dynamic;
   std::memset(dynamic, 0xff, WINDOW);  // NaN
   std::vector<void*> used;

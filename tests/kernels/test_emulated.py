@@ -1,6 +1,7 @@
 """Every kernel on the CPU, in the emulator, and that it finds what a GPU would not survive."""
 
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -29,26 +30,25 @@ def test_exact_on_integers(run: every_kernel.Run) -> None:
 
 
 START = """
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 extern "C" __global__ void __launch_bounds__(64) kernel(const float* x, float* out) {
   __shared__ Pipeline<1> pipeline;
   extern __shared__ float4 raw[];
   const uint32_t data = shared_address(raw);
-  if (threadIdx.x == 0) pipeline.init(1, 1);
-  __syncthreads();
+  start_barriers(pipeline);
 """
 COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.expect({}, 256)), 0);"
 USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
 
 
-def run(folder: pathlib.Path, text: str, accesses: list[emulator.Access] | None = None) -> np.ndarray:
+def run(folder: pathlib.Path, text: str, accesses: list[emulator.Access] | None = None, seed: int = 0) -> np.ndarray:
     """out, of 64 elements as x, of a kernel with this body."""
     (folder / "kernel.cu").write_text(START + text + "\n}\n")
     source = Source(str(folder / "kernel.cu"), ())
     launch = Launch("kernel", (1, 1, 1), (64, 1, 1), (Pointer(0), Pointer(1)), 1024)
     plan = DevicePlan(source, (Buffer(256, 16), Buffer(256, 16), Buffer(0, 16)), (), (launch,), "test")
     out = np.empty(64, np.float32)
-    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out], accesses=accesses)
+    emulator.run(plan, [np.arange(64, dtype=np.float32)], [out], seed=seed, accesses=accesses)
     return out
 
 
@@ -69,13 +69,37 @@ def test_what_is_waited_for_has_come(tmp_path: pathlib.Path) -> None:
     ("if (threadIdx.x < 32) sync_threads<64, 1>();", "waits at sync_threads"),
 ])  # fmt: skip
 def test_what_a_gpu_would_not_survive(text: str, error: str, tmp_path: pathlib.Path) -> None:
+    """In some order of threads and copies."""
     with pytest.raises(emulator.EmulationError, match=error):
-        run(tmp_path, text)
+        for seed in range(8):
+            run(tmp_path, text, seed=seed)
+
+
+OVERTAKES = """for (Position at; at.phase < 2; ++at.phase) {
+  if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.expect(at, 256)), 0);
+  pipeline.wait_full({0, at.phase & 1});
+  FENCE
+}"""
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_a_late_warp_is_found(meet: bool, tmp_path: pathlib.Path) -> None:
+    """One that is a phase behind, because the producer does not wait for it."""
+    text = OVERTAKES.replace("FENCE", "__syncthreads();" if meet else "")
+    deadlocks = 0
+    for seed in range(8):
+        try:
+            run(tmp_path, text, seed=seed)
+        except emulator.EmulationError as error:
+            assert re.search("deadlock:\n  thread .* waits at mbarrier", str(error))
+            deadlocks += 1
+    assert (deadlocks > 0) == (not meet)
 
 
 def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
-    out = run(tmp_path, COPY + "__syncthreads();" + USE + "pipeline.wait_full({});")
-    assert np.isnan(out).all()
+    """Where the copy is late."""
+    text = COPY + "__syncthreads();" + USE + "pipeline.wait_full({});"
+    assert any(np.isnan(run(tmp_path, text, seed=seed)).all() for seed in range(8))
 
 
 @pytest.mark.parametrize("between", ["fence_async_shared();", "loads_done();"])
