@@ -195,6 +195,29 @@ def test_host_code_includes_no_cuda_header() -> None:
     assert not offenders(sources("ffi"), lambda path: header.search(path.read_text()))
 
 
+# ---- device code ---------------------------------------------------------------------------------------------------
+
+# The start of barriers, the reallocation of registers, and the order of WGMMA instructions.
+SKELETON = re.compile(
+    r"\bBarrier::init\b|\.init\(|\bfence_barrier_init\b|\b(raise|lower)_registers\b|\bcute::|::fma\(|\basm\b"
+)
+
+
+def test_only_the_skeleton_starts_barriers_and_orders_products() -> None:
+    device = PACKAGE / "kernels" / "device"
+    files = [path for path in sources("jax_splitk/kernels") if path.suffix in {".cu", ".cuh"}]
+    assert not offenders([p for p in files if p.parent != device], lambda p: SKELETON.search(code_without_comments(p)))
+    assert any(SKELETON.search(path.read_text()) for path in files if path.parent == device)
+
+
+@pytest.mark.parametrize("text", [
+    "Barrier::init(&full, 1);", "pipeline.init();", "fence_barrier_init();", "raise_registers<232>();",
+    "cute::warpgroup_arrive();", "GMMA::MMA_64x64x16_F32BF16BF16_SS<>::fma(a, b);", 'asm volatile("setmaxnreg");',
+])  # fmt: skip
+def test_a_kernel_with_a_skeleton_of_its_own_would_be_seen(text: str) -> None:
+    assert SKELETON.search(text)
+
+
 # ---- how it is written ---------------------------------------------------------------------------------------------
 
 

@@ -30,13 +30,12 @@ def test_exact_on_integers(run: every_kernel.Run) -> None:
 
 
 START = """
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 extern "C" __global__ void __launch_bounds__(64) kernel(const float* x, float* out) {
   __shared__ Pipeline<1> pipeline;
   extern __shared__ float4 raw[];
   const uint32_t data = shared_address(raw);
-  if (threadIdx.x == 0) pipeline.init(1, 1);
-  __syncthreads();
+  start_barriers(pipeline);
 """
 COPY = "if (threadIdx.x == 0) copy_bulk(data, x, 256, shared_address(pipeline.expect({}, 256)), 0);"
 USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"

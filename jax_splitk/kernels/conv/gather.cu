@@ -21,7 +21,7 @@
 // aligned as pairs, GROUP: products of 16 elements in a batch.
 
 #include "device/output.cuh"
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "structs.cuh"
@@ -38,6 +38,7 @@ constexpr int BOX_BYTES = STEPS * 16 * 128;         // 64 columns of the weights
 constexpr int WEIGHT_BYTES = (TILE_N + 63) / 64 * BOX_BYTES;
 
 using Accumulator = float[ACCUMULATORS];
+using Windows = Pipeline<STAGES, PRODUCERS, 4 * CONSUMERS>;
 
 // ---- weights ---------------------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-__device__ inline void produce(const Args& g, const Element* x, uint32_t stages, Pipeline<STAGES>& pipeline) {
+__device__ inline void produce(const Args& g, const Element* x, uint32_t stages, Windows& pipeline) {
   Position at;
   for (int tile = blockIdx.x; tile < g.tiles; tile += gridDim.x, at.advance(STAGES)) {
     pipeline.wait_empty(at);
@@ -112,29 +113,28 @@ __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks
   for (int first = 0; first < STEPS; first += GROUP) {
     uint32_t (&now)[GROUP][4] = a[first / GROUP % 2];
     // The batch that read these registers has retired.
-    if (first >= 2 * GROUP) cute::warpgroup_wait<1>();
+    if (first >= 2 * GROUP) wait_batches<1>();
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       if (first + i >= STEPS) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j) now[i][j] = load_pair(at[j % 2], (first + i) * 2 + j / 2, masks);
     }
-    fence(acc);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       if (first + i < STEPS) fence(now[i]);
     }
-    cute::warpgroup_arrive();
+    const auto products = [&] {
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) {
-      if (first + i >= STEPS) continue;
-      wgmma<Wgmma>(now[i], b + (first + i) * (16 * 128 >> 4), acc, scale);
-      scale = GMMA::ScaleOut::One;
-    }
-    cute::warpgroup_commit_batch();
+      for (int i = 0; i < GROUP; ++i) {
+        if (first + i >= STEPS) continue;
+        wgmma<Wgmma>(now[i], b + (first + i) * (16 * 128 >> 4), acc, scale);
+        scale = GMMA::ScaleOut::One;
+      }
+    };
+    batch(products, acc);
   }
-  cute::warpgroup_wait<0>();
-  fence(acc);
+  wait_batches<0>(acc);
 }
 
 // ---- epilogue --------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #endif
 
 __device__ inline void consume(const Args& g, const Element* w, uint32_t weights, uint32_t stages,
-                               uint32_t turns, Pipeline<STAGES>& pipeline, int k0, Output* out) {
+                               uint32_t turns, Windows& pipeline, int k0, Output* out) {
   load_weights(g, w, weights, k0);
   fence_async_shared();  // WGMMA reads what was stored here
   sync_threads<CONSUMER_THREADS, 1>();
@@ -244,19 +244,12 @@ __device__ inline void consume(const Args& g, const Element* w, uint32_t weights
 // Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g, Output* out) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
-  const uint32_t weights = aligned_address(raw), stages = weights + WEIGHT_BYTES;
-  if (threadIdx.x == 0) {
-    pipeline.init(PRODUCERS, 4 * CONSUMERS);
-    fence_barrier_init();
-  }
-  __syncthreads();
-  if (threadIdx.x < PRODUCERS) {
-    lower_registers<PRODUCER_REGS>();
-    produce(g, x, stages, pipeline);
-  } else {
-    raise_registers<CONSUMER_REGS>();
-    consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, blockIdx.y * TILE_N, out);
-  }
+  __shared__ Windows pipeline;
+  const uint32_t weights = shared_stages(), stages = weights + WEIGHT_BYTES;
+  run_roles<Roles<PRODUCERS / 32, PRODUCER_REGS, CONSUMER_REGS, true>>(
+      [&](int) { produce(g, x, stages, pipeline); },
+      [&](int) {
+        consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, blockIdx.y * TILE_N, out);
+      },
+      pipeline);
 }

@@ -36,7 +36,7 @@
 // which is the grid's y.
 
 #include "device/output.cuh"
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/tma.cuh"
 #include "structs.cuh"
 
@@ -113,10 +113,11 @@ __device__ inline uint32_t same_group(int in, int out) {
   return (in / GROUP_IN == group ? 0xffffu : 0u) | ((in + 1) / GROUP_IN == group ? 0xffff0000u : 0u);
 }
 
+using Ring = Pipeline<STAGES, 1, WARPS>;
+
 // ---- producer ---------------------------------------------------------------------------------------------
 
-__device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t stages,
-                               Pipeline<STAGES>& pipeline) {
+__device__ inline void produce(const TensorMap& x_map, const Args& g, uint32_t stages, Ring& pipeline) {
   Position at;
 #pragma unroll 1
   for (int index = blockIdx.y; index < g.tiles; index += gridDim.y) {
@@ -498,8 +499,7 @@ __device__ inline void copy_results(Output* out, const Tile& tile, int images, i
 
 __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_map, const Element* x,
                                const Element* w, const Args& g, Output* out, uint32_t stages,
-                               uint32_t staged_weights, uint32_t results, Pipeline<STAGES>& pipeline,
-                               int warp) {
+                               uint32_t staged_weights, uint32_t results, Ring& pipeline, int warp) {
   const Job job(warp);
   const Cursor cursor(job);
   const ResultRows result_rows(job);
@@ -556,23 +556,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
              const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap first_map,
              const Element* __restrict__ x, const Element* __restrict__ w, const __grid_constant__ Args g,
              Output* __restrict__ out) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
-  __shared__ uint64_t weights_full;
-  const uint32_t stages = aligned_address(raw), results = stages + STAGES * STAGE_BYTES,
+  __shared__ Ring pipeline;
+  __shared__ Barriers<1, 1> weights_full;
+  const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES,
                  weights = results + RESULTS * RESULT_BYTES;
   const int warp = warp_index();
   // The producer does not wait for consumers to begin.
   if (warp == WARPS) {
-    if (elect_one()) {
-      pipeline.init(1, WARPS);
-      Barrier::init(&weights_full, 1);
-      fence_barrier_init();
-    }
+    if (elect_one()) init_barriers(pipeline, weights_full);
     __syncwarp();
     named_arrive(THREADS, 2);
     if (elect_one()) {
-      if (RESIDENT) load_weights(w_map, &weights_full, weights);
+      if (RESIDENT) load_weights(w_map, weights_full.at, weights);
       produce(x_map, g, stages, pipeline);
     }
     return;
@@ -580,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   if (!RESIDENT) stage_weights(w, weights);
   named_sync(THREADS, 2);
   if (RESIDENT) {
-    Barrier::wait(&weights_full, 0);
+    Barrier::wait(weights_full.at, 0);
   } else {
     sync_threads<WARPS * 32, 1>();
   }

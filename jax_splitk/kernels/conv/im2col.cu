@@ -22,21 +22,17 @@
 //
 // A tile belongs to one group. Its columns are the group's, and those beyond are not stored.
 //
-// Roles: warpgroup 0 is the producer (one thread issues TMA), the others are consumers (WGMMA, then the
-// epilogue). Barriers: see device/pipeline.cuh; the producer arrives at `full`, a consumer warpgroup at
-// `empty`. A PERSISTENT kernel, without splits, is that of conv/persistent.cuh.
+// Roles and barriers: see device/tile_kernel.cuh. A PERSISTENT kernel, without splits, is that of
+// conv/persistent.cuh.
 //
-// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, TILE_M, TILE_N, STAGES,
-// CTAS_PER_SM, AXES (spatial dimensions; 0: A is a plain matrix), PHASED (UP or TAPS above 1), TAPS,
-// TAP_ROWS, GROUPED, EMPTY (some split of some phase has no stage), ROW_BYTES (bytes of a block of channels:
-// 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, PERSISTENT, OWN_STORES (see
-// conv/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and dot/epilogue.cuh.
+// Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
+// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, GROUPED, ROW_BYTES (bytes of a block of
+// channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, OWN_STORES (see conv/persistent.cuh),
+// and those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
 
 #include "conv/blocks.cuh"
-#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/wgmma_tile.cuh"
-#include "dot/epilogue.cuh"
+#include "device/tile_kernel.cuh"
 #if PERSISTENT
 #include "device/packed_tile.cuh"
 #else
@@ -44,12 +40,12 @@
 #endif
 
 #if ELEMENT == 0
-using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
+using Product = WGMMA(TILE_N, x8_F32TF32TF32_SS_TN)<>;
 static_assert(!B_MN, "WGMMA takes tf32 K-major only");
 #else
 constexpr GMMA::Major WEIGHT_MAJOR = B_MN ? GMMA::Major::MN : GMMA::Major::K;
-using Wgmma = WGMMA_16(TILE_N,
-                       SS)<SWAP ? WEIGHT_MAJOR : GMMA::Major::K, SWAP ? GMMA::Major::K : WEIGHT_MAJOR>;
+using Product = WGMMA_16(TILE_N,
+                         SS)<SWAP ? WEIGHT_MAJOR : GMMA::Major::K, SWAP ? GMMA::Major::K : WEIGHT_MAJOR>;
 #endif
 static_assert(PERSISTENT || !SWAP, "partial sums have pixels as rows");
 
@@ -72,8 +68,14 @@ struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
 };
 using Weight = conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
                              Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
-using A = conditional_t<SWAP, Weight, Pixels>;
-using B = conditional_t<SWAP, Pixels, Weight>;
+
+// How a stage is laid out.
+struct Layout : TileKernel {
+  using Wgmma = Product;
+  using A = conditional_t<SWAP, Weight, Pixels>;
+  using B = conditional_t<SWAP, Pixels, Weight>;
+  static constexpr int A_BLOCK = 64 * ROW_BYTES;
+};
 
 // A tile: its first pixel and column, the residues of its phase, and its group.
 struct Tile {
@@ -251,26 +253,6 @@ __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map
   }
 }
 
-// Loads `count` stages from where `loads` stands on. The first ones, into stages that are empty yet, are a
-// loop of their own right at the kernel's start: all that follows waits for them, and code that lies far off
-// is slow to come. There every lane walks, so that the compiler knows that the warp's numbers are uniform.
-template <bool FIRST>
-__device__ inline void produce(const TensorMap& a_map, const TensorMap& b_map, const Args& g, uint32_t stages,
-                               Pipeline<STAGES>& pipeline, const Tile& tile, Loads& loads, int count) {
-  const bool lead = !FIRST || elect_one();
-  Position at;
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    if constexpr (!FIRST) Barrier::wait(&pipeline.empty[at.stage], at.phase);
-    if (lead) {
-      uint64_t* full = pipeline.expect(at, LOAD_BYTES);
-      load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES);
-    }
-    advance(g, tile.residue, loads.step, loads.block);
-    at.advance(STAGES);
-  }
-}
-
 // ---- the kernels -----------------------------------------------------------------------------------------
 
 #if PERSISTENT
@@ -299,75 +281,75 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-             const __grid_constant__ Args g, TILE_RESULT) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
-  const uint32_t stages = aligned_address(raw);
-  // Grid: x over tiles, z over splits (a cluster, where they meet there).
-  const Tile tile = tile_at(g, blockIdx.x);
-  const int split = SPLIT ? blockIdx.z : 0, count = stages_of(g, tile.residue, split);
-  const int warp = warp_index();
-  Loads loads;
-  // The producer does not wait for the others: what it needs, it starts itself.
-  if (warp == 0) {
-    loads = loads_of(g, tile, split);
-    if (elect_one()) {
-      pipeline.init(1, CONSUMERS);
-      fence_barrier_init();
-    }
-    produce<true>(a_map, b_map, g, stages, pipeline, tile, loads, min(count, STAGES));
-  }
+// Grid: x over tiles, z over splits (a cluster, where they meet there).
+struct Conv : Layout {
+  static constexpr bool WALKS = true, DEPENDENT = REDUCTION == 1;
 #if PHASED && REDUCTION != 1
-  // Where the tile's rows go. A consumer's thread reads what others have written once all have multiplied.
-  __shared__ int rows[TILE_M];
-  if (const int row = int(threadIdx.x) - 128; row >= 0 && row < TILE_M) {
-    rows[row] = row_of(g, tile.residue, tile.m + row);
+  struct Shared {
+    int rows[TILE_M];  // where those of the tile go
+  };
+#endif
+
+  const TensorMap &a_map, &b_map;
+  const Args& g;
+  const TileResult result;
+  const Tile tile;
+  const int split;
+  Loads loads;
+
+  __device__ Conv(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const TileResult& result)
+      : a_map(a_map),
+        b_map(b_map),
+        g(g),
+        result(result),
+        tile(tile_at(g, blockIdx.x)),
+        split(SPLIT ? blockIdx.z : 0) {}
+
+  __device__ int count() const { return stages_of(g, tile.residue, split); }
+
+  // ---- load ----
+
+  __device__ void locate(int) { loads = loads_of(g, tile, split); }
+  __device__ void advance() { ::advance(g, tile.residue, loads.step, loads.block); }
+  __device__ static int bytes() { return LOAD_BYTES; }
+  __device__ void load(const Stage& to) const {
+    load_stage(a_map, b_map, g, tile, loads, to.full, to.address);
   }
+
+  // ---- finish ----
+
+  __device__ void prepare([[maybe_unused]] Shared& shared, [[maybe_unused]] int thread) const {
+#if PHASED && REDUCTION != 1
+    // A consumer's thread reads what others have written once all have multiplied.
+    if (thread < TILE_M) shared.rows[thread] = row_of(g, tile.residue, tile.m + thread);
 #endif
-  __syncthreads();
-  if (warp < 4) {
-    if constexpr (SHARE_REGISTERS) lower_registers<PRODUCER_REGS>();
-    if (warp == 0 && elect_one()) {
-      produce<false>(a_map, b_map, g, stages, pipeline, tile, loads, count - STAGES);
-    }
-    join_cluster();
-  } else {
-    if constexpr (SHARE_REGISTERS) raise_registers<CONSUMER_REGS>();
-    const int warpgroup = threadIdx.x / 128 - 1;
-    Accumulator acc;
-    const auto block_of = [=](uint32_t stage, int m) {
-      return stage + (warpgroup + m * CONSUMERS) * (64 * ROW_BYTES);
-    };
-    consume<Wgmma, A, B>(stages, pipeline, count, block_of, acc);
-#if EMPTY
-    if (count == 0) {
-#pragma unroll
-      for (int m = 0; m < M_PER_WG; ++m) {
-#pragma unroll
-        for (int j = 0; j < ACCUMULATORS; ++j) acc[m][j] = 0.f;
-      }
-    }
-#endif
+  }
+  __device__ void leave() const { join_cluster(); }
+
+  __device__ void finish([[maybe_unused]] const Shared& shared, uint32_t stages, int warpgroup,
+                         const Accumulator& acc) const {
 #if REDUCTION == 1
-    launch_dependent_grids();
-    store_partials(partials, size_t(split) * gridDim.x + blockIdx.x, acc);
+    store_partials(result.partials, size_t(split) * gridDim.x + blockIdx.x, acc);
 #else
-    const Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
 #if PHASED
-    const auto row_at = [&](int row) { return rows[row]; };
-    const auto inside = [&](int row, int column) { return rows[row] >= 0 && tile.n + column < g.n; };
+    const auto row_at = [&](int row) { return shared.rows[row]; };
+    const auto inside = [&](int row, int column) { return shared.rows[row] >= 0 && tile.n + column < g.n; };
 #else
     const auto row_at = [&](int row) { return tile.m + row; };
     const auto inside = [&](int row, int column) { return tile.m + row < g.m && tile.n + column < g.n; };
 #endif
     const auto store = [&](int row, int column, const float4& v) {
-      Output* to = out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
-      epilogue.store(out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
+      Output* to = result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
+      result.epilogue.store(result.out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);
 #endif
   }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+             const __grid_constant__ Args g, TILE_RESULT) {
+  run_tile(Conv(a_map, b_map, g, TILE_RESULT_OF_PARAMETERS));
 }
 #endif

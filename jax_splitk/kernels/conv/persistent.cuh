@@ -22,6 +22,9 @@ static_assert(!OWN_STORES || (PHASED && TEAMS > 1));
 
 constexpr int STORERS = OWN_STORES ? 128 : PHASED ? 96 : 32;  // threads
 
+using Handover = Pipeline<TEAMS, 4 * CONSUMERS, STORERS / 32>;
+using Turns = Barriers<2, 4 * CONSUMERS>;
+
 // work(tile, how many came before it) for all tiles of the thread block.
 template <class Work>
 __device__ inline void for_tiles(const Args& g, const Work& work) {
@@ -41,7 +44,7 @@ __device__ inline void for_tiles(const Args& g, const Work& work) {
 
 // Every lane walks, so that the compiler knows that the warp's numbers are uniform.
 __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
-                                  uint32_t stages, Pipeline<STAGES>& pipeline) {
+                                  uint32_t stages, TilePipeline<>& pipeline) {
   const bool lead = elect_one();
   Position at;
   int loaded = 0;
@@ -67,14 +70,11 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
-__device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline,
-                                      uint32_t results, Pipeline<TEAMS>& handover, uint64_t* turns,
+__device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeline<>& pipeline,
+                                      uint32_t results, Handover& handover, Turns& turns,
                                       [[maybe_unused]] const Result& out) {
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
-  const auto block_of = [=](uint32_t stage, int m) {
-    return stage + (warpgroup + m * CONSUMERS) * (64 * ROW_BYTES);
-  };
   Position at;
   for_tiles(g, [&](const Tile& tile, int turn) {
     const int count = stages_of(g, tile.residue, 0);
@@ -88,12 +88,11 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
     const Part part(g, tile, threadIdx.x % 128);
     const Rows rows(g, tile, part);
 #endif
-    if constexpr (TEAMS > 1) Barrier::wait(&turns[team], team == 0 ? phase ^ 1 : phase);
+    if constexpr (TEAMS > 1) Barrier::wait(&turns.at[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
-    const int last = multiply<Wgmma, A, B>(stages, pipeline, count, block_of, acc, at);
-    if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns[team ^ 1]);
-    cute::warpgroup_wait<0>();
-    fence(acc);
+    const int last = multiply<Layout>(stages, pipeline, count, warpgroup, acc, at);
+    if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns.at[team ^ 1]);
+    wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
 #if OWN_STORES
     const uint32_t own = results + team * PACKED_BYTES;
@@ -114,28 +113,18 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, Pipeline<S
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
              const __grid_constant__ Args g, const __grid_constant__ Result out) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
-  __shared__ Pipeline<TEAMS> handover;
-  __shared__ uint64_t turns[2];
-  const uint32_t stages = aligned_address(raw), results = stages + STAGES * STAGE_BYTES;
-  const int warp = warp_index();
-  if (warp == 0 && elect_one()) {
-    pipeline.init(1, CONSUMERS);
-    handover.init(4 * CONSUMERS, STORERS / 32);
-    for (uint64_t& turn : turns) Barrier::init(&turn, 4 * CONSUMERS);
-    fence_barrier_init();
-  }
-  __syncthreads();
-  if (warp >= 4) {
-    raise_registers<CONSUMER_REGS>();
-    multiply_tiles(g, stages, pipeline, results, handover, turns, out);
-    return;
-  }
-  lower_registers<PRODUCER_REGS>();
-  if (warp == 0) {
-    load_tiles(a_map, b_map, g, stages, pipeline);
-  } else if (!OWN_STORES && warp <= STORERS / 32) {
-    store_tiles(g, results, handover, out);
-  }
+  __shared__ TilePipeline<> pipeline;
+  __shared__ Handover handover;
+  __shared__ Turns turns;
+  const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES;
+  run_roles<TileRoles>(
+      [&](int warp) {
+        if (warp == 0) {
+          load_tiles(a_map, b_map, g, stages, pipeline);
+        } else if (!OWN_STORES && warp <= STORERS / 32) {
+          store_tiles(g, results, handover, out);
+        }
+      },
+      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out); }, pipeline, handover,
+      turns);
 }

@@ -98,7 +98,7 @@ __device__ inline void store_part(const Args& g, const Part& part, uint32_t from
   }
 }
 
-__device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEAMS>& handover, Output* out) {
+__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, Output* out) {
   // Behind the results, in what is left of the bytes that the alignment of the stages may take.
   int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
   for_tiles(g, [&](const Tile& tile, int turn) {
@@ -116,7 +116,7 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEA
 using Result = TensorMap;
 
 // TMA stores boxes of 64 rows and 64 channels. Every lane walks, as the one that loads.
-__device__ inline void store_tiles(const Args& g, uint32_t results, Pipeline<TEAMS>& handover,
+__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover,
                                    const TensorMap& out) {
   const bool lead = elect_one();
   for_tiles(g, [&](const Tile& tile, int turn) {

@@ -19,17 +19,25 @@ struct Position {
   }
 };
 
-// Barriers of COUNT stages, in shared memory.
-template <int COUNT>
+// COUNT barriers in shared memory, of which each takes ARRIVALS.
+template <int COUNT, int ARRIVALS>
+struct Barriers {
+  static constexpr int NUMBER = COUNT;
+  uint64_t at[COUNT > 0 ? COUNT : 1];
+
+  __device__ void init(int i) { Barrier::init(&at[i], ARRIVALS); }
+};
+
+// Barriers of COUNT stages, in shared memory. A phase of `full` takes FILLERS arrivals of producers, one of
+// `empty` READERS arrivals of consumers.
+template <int COUNT, int FILLERS = 1, int READERS = 1>
 struct Pipeline {
+  static constexpr int NUMBER = COUNT;
   uint64_t full[COUNT], empty[COUNT];
 
-  // By one thread, before any other comes to the barriers; a fence (fence_barrier_init) is to follow.
-  __device__ void init(int producers, int consumers) {
-    for (int i = 0; i < COUNT; ++i) {
-      Barrier::init(&full[i], producers);
-      Barrier::init(&empty[i], consumers);
-    }
+  __device__ void init(int i) {
+    Barrier::init(&full[i], FILLERS);
+    Barrier::init(&empty[i], READERS);
   }
 
   // For a producer: waits until the stage may be filled.

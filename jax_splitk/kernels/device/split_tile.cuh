@@ -7,13 +7,19 @@
 //      each adds a part of the tile's rows in the order of the splits. One launch, no workspace.
 // and SPLITS (the cluster's size; 1 elsewhere).
 
+#include "device/epilogue.cuh"
 #include "device/split_k.cuh"
 #include "device/wgmma_tile.cuh"
 
 // A lane of the accumulators has rows l/4 and l/4 + 8 of each warp's 16, and columns 2 * (l%4) and the next
 // of each 8.
 #if REDUCTION == 1
-#define TILE_RESULT float* partials               // the main kernel's last parameters
+// The main kernel's last parameters, and the object that they make.
+#define TILE_RESULT float* partials
+#define TILE_RESULT_OF_PARAMETERS {partials}
+struct TileResult {
+  float* partials;
+};
 constexpr int TILE_CHUNKS = TILE_M * TILE_N / 4;  // float4 of a tile
 
 // Partial sums lie as the threads have them, so that a warp stores 512 bytes in a row: [split][tile][four of
@@ -66,6 +72,11 @@ struct Four {
 };
 #else
 #define TILE_RESULT Output* out EPILOGUE_PARAMETERS
+#define TILE_RESULT_OF_PARAMETERS {out, EPILOGUE_OF_PARAMETERS}
+struct TileResult {
+  Output* out;
+  Epilogue epilogue;
+};
 constexpr int PITCH =
     TILE_N + 8;  // floats of a row of sums: neither writing nor reading them meets conflicts
 constexpr int CHUNKS = TILE_N / 4;  // float4 of a row

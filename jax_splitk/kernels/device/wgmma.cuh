@@ -54,6 +54,26 @@ __device__ __forceinline__ void fence(T (&values)[N]) {
   for (int i = 0; i < N; ++i) fence(values[i]);
 }
 
+// Issues the products of `multiply` as one batch. Until the batch has retired, nobody may touch the registers
+// that it reads or writes, nor what it reads in shared memory. `registers` are those that the compiler must
+// not move. Functions that issue batches are __forceinline__: ptxas serializes products that are under way
+// across a call.
+template <class Multiply, class... Registers>
+__device__ __forceinline__ void batch(const Multiply& multiply, Registers&... registers) {
+  (fence(registers), ...);
+  cute::warpgroup_arrive();
+  multiply();
+  cute::warpgroup_commit_batch();
+}
+
+// Waits until all of the warpgroup's batches but the last PENDING have retired. `registers` are those of the
+// batches that may be used then.
+template <int PENDING, class... Registers>
+__device__ __forceinline__ void wait_batches(Registers&... registers) {
+  cute::warpgroup_wait<PENDING>();
+  (fence(registers), ...);
+}
+
 // How rows in shared memory are swizzled, in a descriptor's numbers.
 enum class Swizzle : uint32_t { NONE, B128, B64, B32 };
 

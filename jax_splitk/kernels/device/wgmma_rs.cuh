@@ -34,10 +34,7 @@ __device__ inline void multiply_steps(const uint32_t (*a)[4], uint64_t b, Accumu
 // The same as a batch of its own.
 template <int STEPS>
 __device__ inline void multiply_batch(uint32_t (*a)[4], uint64_t b, Accumulator& acc, GMMA::ScaleOut scale) {
-  fence(acc);
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) fence(a[step]);
-  cute::warpgroup_arrive();
-  multiply_steps<STEPS>(a, b, acc, scale);
-  cute::warpgroup_commit_batch();
+  batch([&] { multiply_steps<STEPS>(a, b, acc, scale); }, acc);
 }

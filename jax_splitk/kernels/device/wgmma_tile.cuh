@@ -2,13 +2,11 @@
 // 128-byte swizzle: TILE_M of A, then TILE_N of B. An operand is K-major (a row is of m or n), or MN-major
 // (a row is of k, and 64 elements along MN). Other rows are the caller's (`Operand`).
 //
-// Warpgroup 0 is the producer, the others are consumers. A consumer warpgroup arrives at `empty` once the
-// WGMMAs that read the stage have retired.
-//
 // Macros: TILE_M, TILE_N, STAGES, CTAS_PER_SM (several consumer warpgroups share one block's registers), and
 // with defaults TAPS (1; so many weights a stage has for the same pixels, of which it then has 8 more), SWAP
 // (0; the weights are A), TEAMS (1; of consumer warpgroups that have a tile together), PERSISTENT (0;
-// warpgroup 0 has more to do).
+// warpgroup 0 has more to do), CHAIN (0; the most stages that the tensor cores add, for they keep too few
+// bits of longer sums), EMPTY (0; there may be no stage).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
@@ -27,6 +25,12 @@ constexpr int BLOCK_BYTES = 64 * 128;
 #endif
 #ifndef SWAP
 #define SWAP 0
+#endif
+#ifndef CHAIN
+#define CHAIN 0
+#endif
+#ifndef EMPTY
+#define EMPTY 0
 #endif
 constexpr int REACH = TAPS > 1 ? 8 : 0;
 constexpr int A_BYTES = (SWAP ? TAPS * TILE_M : TILE_M + REACH) * 128;
@@ -82,12 +86,14 @@ __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32
 
 __device__ inline uint64_t hint_for(int once) { return once ? EVICT_FIRST : EVICT_NORMAL; }
 
-// acc = the sum over so many stages, from `at` on, of A * B: blocks `warpgroup`, `warpgroup + CONSUMERS`, ...
-// of A's rows. `block_at` gives the address of the m-th of them: as the caller adds it up, so is the machine
-// code. Returns the last stage: its products are still under way.
-template <class Wgmma, class A, class B, class BlockAt>
-__device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
-                               const BlockAt& block_at, Accumulator& acc, Position& at) {
+// acc = the sum of A * B over `blocks` stages from `at` on. The warpgroup has the blocks `warpgroup`,
+// `warpgroup + CONSUMERS`, ... of A's rows. Returns the last stage, whose products are still under way.
+// `Kernel` has the layout: see tile_kernel.cuh.
+template <class Kernel, class Ring>
+__device__ inline int multiply(uint32_t stages, Ring& pipeline, int blocks, int warpgroup, Accumulator& acc,
+                               Position& at) {
+  using A = typename Kernel::A;
+  using B = typename Kernel::B;
   int previous = -1;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
 #pragma unroll 1
@@ -95,21 +101,20 @@ __device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int 
     pipeline.wait_full(at);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const uint64_t b = B::at(stage + A_BYTES);
-    fence(acc);
-    cute::warpgroup_arrive();
+    const auto products = [&] {
 #pragma unroll
-    for (int k = 0; k < 4 * TAPS; ++k) {
+      for (int k = 0; k < 4 * TAPS; ++k) {
 #pragma unroll
-      for (int m = 0; m < M_PER_WG; ++m) {
-        const uint64_t a = A::at(block_at(stage, m));
-        wgmma<Wgmma>(a + (A::offset(k) >> 4), b + (B::offset(k) >> 4), acc[m], scale);
+        for (int m = 0; m < M_PER_WG; ++m) {
+          const uint64_t a = A::at(stage + warpgroup * Kernel::A_BLOCK + m * CONSUMERS * Kernel::A_BLOCK);
+          wgmma<typename Kernel::Wgmma>(a + (A::offset(k) >> 4), b + (B::offset(k) >> 4), acc[m], scale);
+        }
+        scale = GMMA::ScaleOut::One;
       }
-      scale = GMMA::ScaleOut::One;
-    }
-    cute::warpgroup_commit_batch();
+    };
+    batch(products, acc);
     // The batch before this one has retired, so the stage it read may be filled again.
-    cute::warpgroup_wait<1>();
-    fence(acc);
+    wait_batches<1>(acc);
     if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
     previous = at.stage;
     at.advance(STAGES);
@@ -117,33 +122,30 @@ __device__ inline int multiply(uint32_t stages, Pipeline<STAGES>& pipeline, int 
   return previous;
 }
 
-// That sum.
-template <class Wgmma, class A, class B, class BlockAt>
-__device__ inline void consume(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
-                               const BlockAt& block_at, Accumulator& acc) {
-  Position at;
-  multiply<Wgmma, A, B>(stages, pipeline, blocks, block_at, acc, at);
-  cute::warpgroup_wait<0>();
-  fence(acc);
-}
-
-// That sum, of which the tensor cores add LONGEST stages at most, as they keep too few bits of longer sums.
-// The sums of these chains are added as fp32 ones.
-template <class Wgmma, class A, class B, int LONGEST, class BlockAt>
-__device__ inline void consume_chains(uint32_t stages, Pipeline<STAGES>& pipeline, int blocks,
-                                      const BlockAt& block_at, Accumulator& sums) {
-  Position at;
+__device__ inline void clear(Accumulator& acc) {
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
-    for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] = 0.f;
+    for (int j = 0; j < ACCUMULATORS; ++j) acc[m][j] = 0.f;
   }
+}
+
+// sums = the sum of A * B over `blocks` stages, with all products retired. Sums of chains are added in fp32.
+template <class Kernel, class Ring>
+__device__ inline void consume(uint32_t stages, Ring& pipeline, int blocks, int warpgroup,
+                               Accumulator& sums) {
+  Position at;
+#if !CHAIN
+  multiply<Kernel>(stages, pipeline, blocks, warpgroup, sums, at);
+  wait_batches<0>(sums);
+  if (EMPTY && blocks == 0) clear(sums);
+#else
+  clear(sums);
 #pragma unroll 1
-  for (; blocks > 0; blocks -= LONGEST) {
+  for (; blocks > 0; blocks -= CHAIN) {
     Accumulator acc;
-    const int last = multiply<Wgmma, A, B>(stages, pipeline, min(blocks, LONGEST), block_at, acc, at);
-    cute::warpgroup_wait<0>();
-    fence(acc);
+    const int last = multiply<Kernel>(stages, pipeline, min(blocks, CHAIN), warpgroup, acc, at);
+    wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
 #pragma unroll
     for (int m = 0; m < M_PER_WG; ++m) {
@@ -151,4 +153,5 @@ __device__ inline void consume_chains(uint32_t stages, Pipeline<STAGES>& pipelin
       for (int j = 0; j < ACCUMULATORS; ++j) sums[m][j] += acc[m][j];
     }
   }
+#endif
 }

@@ -1,7 +1,7 @@
 """Kernel family: matrix products on Hopper whose operands go by TMA to WGMMA as they are (device code: dot/tma.cu).
 
 The output is cut into tiles and the reduction over k into splits: see `SplitTileFamily`. What adds the splits computes
-the epilogue, too, once (dot/epilogue.cuh).
+the epilogue, too, once (device/epilogue.cuh).
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def _is_slight(problem: DotProblem) -> bool:
 
 
 def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
-    """Of epilogue.cuh; none for a product alone."""
+    """Of device/epilogue.cuh; none for a product alone."""
     if not problem.epilogue:
         return {}
     return {

@@ -87,7 +87,7 @@ __device__ inline void promote(Accumulator& sum, const float2& scale, TileSums& 
       const int at = i / 2 * 4 + row * 2 + i % 2;
       float& to = acc[chunk * (CHUNK / 2) + at];
       to = GROUP ? fmaf(sum[at], row ? scale.y : scale.x, to) : to + sum[at];
-      cute::warpgroup_fence_operand(to);  // now: the next product overwrites the sum
+      fence(to);  // now: the next product overwrites the sum
     }
   }
 }
@@ -194,7 +194,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
         if (chunk == LOAD_CHUNK && LOAD_CHUNK > 0) next_words(following, last);
         if (TURNS > 1 && chunk > 0) decode(following, steps_before(chunk - 1), decoded, to);
         if (SUMS == 2 && step > 0) {
-          cute::warpgroup_wait<1>();
+          wait_batches<1>();
           promote(sum[(step + 1) % 2], scale, acc, (step + TURNS - 1) % TURNS);
         }
         if (GROUPS > 0 && chunk == 0) scale = to_floats<SCALE_TYPE>(next);
@@ -205,7 +205,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
           words.load(in, following, decoded / PART_STEPS);
         }
         if constexpr (SUMS == 1) {
-          cute::warpgroup_wait<0>();
+          wait_batches<0>();
           if (step == PERIODS * TURNS - 1) in.release();
           promote(sum[0], scale, acc, chunk);
         }
@@ -214,7 +214,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, TileSums& acc) {
     if constexpr (SUMS == 2) {
       // Sums that are under way from one turn of the loop to the next would make ptxas wait after every
       // product.
-      cute::warpgroup_wait<0>();
+      wait_batches<0>();
       in.release();
       promote(sum[(PERIODS * TURNS - 1) % 2], scale, acc, TURNS - 1);
     }

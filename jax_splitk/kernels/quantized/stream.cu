@@ -38,7 +38,7 @@
 // WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include "device/output.cuh"
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/wgmma_rs.cuh"
 #include "quantized/dequantize.cuh"
 #include "quantized/scales.cuh"
@@ -75,41 +75,27 @@ constexpr int X_AT = (BARRIERS_AT + 384 + 1023) / 1024 * 1024;
 constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
-struct Barriers {
-  Pipeline<STAGES> pipeline;
-  uint64_t written, read, arrived[INBOXES + 1], free[INBOXES + 1];
-
-  __device__ inline void init_pipeline() {
-    pipeline.init(1, CONSUMERS / 32);
-    fence_barrier_init();
-    fence_async_shared();
-  }
-
-  __device__ inline void init_sums() {
-    Barrier::init(&written, CONSUMERS / 32);
-    Barrier::init(&read, EPILOGUE_WARPS);
-#pragma unroll
-    for (int i = 0; i < INBOXES; ++i) {
-      Barrier::init(&arrived[i], 1);
-      Barrier::init(&free[i], CLUSTER * FINISHERS);
-    }
-    fence_barrier_init();
-  }
+struct Signals {
+  Pipeline<STAGES, 1, CONSUMERS / 32> pipeline;
+  Barriers<1, CONSUMERS / 32> written;
+  Barriers<1, EPILOGUE_WARPS> read;
+  Barriers<INBOXES, 1> arrived;
+  Barriers<INBOXES, CLUSTER * FINISHERS> free;
 };
-static_assert(sizeof(Barriers) <= X_AT - BARRIERS_AT, "barriers");
+static_assert(sizeof(Signals) <= X_AT - BARRIERS_AT, "barriers");
 
 // A thread block: its memory, and its work. The stages [first, last) of k are its part of them, which may not
 // be empty.
 struct Block {
   const Args& g;
   uint8_t* smem;
-  Barriers& barriers;
+  Signals& barriers;
   int rank, cluster, clusters, first, last;
 
   __device__ Block(const Args& g, uint8_t* smem)
       : g(g),
         smem(smem),
-        barriers(*reinterpret_cast<Barriers*>(smem + BARRIERS_AT)),
+        barriers(*reinterpret_cast<Signals*>(smem + BARRIERS_AT)),
         rank(CLUSTER > 1 ? int(block_rank_in_cluster()) : 0),
         cluster(blockIdx.x / CLUSTER),
         clusters(gridDim.x / CLUSTER),
@@ -143,7 +129,7 @@ __device__ inline void copy_rows(const void* all, int tile, int first, int count
 __device__ inline void produce(const Block& block, const TensorMap* x_map, const uint8_t* words,
                                const uint8_t* scale, const uint8_t* zero, bool leader) {
   const Args& g = block.g;
-  Barriers& barriers = block.barriers;
+  Signals& barriers = block.barriers;
   constexpr uint64_t HINT = EVICT_LAST;
   if (WHOLE && !leader) return;
   Position at;
@@ -340,9 +326,9 @@ __device__ inline void store(const Args& g, Output* out, int n, int feature, flo
 // free if they will use it again: a block that has sent its last sums may have ended.
 __device__ inline void finish(const Block& block, Output* out, int thread, int count, int tile, bool again) {
   const int inbox = count % 2;
-  Barriers& barriers = block.barriers;
+  Signals& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
-  Barrier::wait(&barriers.arrived[inbox], count / 2 & 1);
+  Barrier::wait(&barriers.arrived.at[inbox], count / 2 & 1);
 #pragma unroll(PART_ITEMS <= 2 * EPILOGUE ? 2 : 1)
   for (int i = 0; i < PART_ITEMS; i += EPILOGUE) {
     const int item = i + thread;
@@ -355,14 +341,14 @@ __device__ inline void finish(const Block& block, Output* out, int thread, int c
     store(block.g, out, block.rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
   }
   __syncwarp();
-  if (again && thread % 32 < CLUSTER) Barrier::arrive(&barriers.free[inbox], thread % 32);
+  if (again && thread % 32 < CLUSTER) Barrier::arrive(&barriers.free.at[inbox], thread % 32);
 }
 
 // The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
 // tiles: the last one's sums are finished by code that has run before.
 __device__ inline void epilogue(const Block& block, Output* out) {
   const Args& g = block.g;
-  Barriers& barriers = block.barriers;
+  Signals& barriers = block.barriers;
   constexpr unsigned ROWS = EPILOGUE / 16;          // of X, at a time
   constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
   const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
@@ -373,10 +359,10 @@ __device__ inline void epilogue(const Block& block, Output* out) {
     if (more) {
       [[maybe_unused]] const int inbox = count % 2;
       if constexpr (CLUSTER > 1) {
-        if (thread == 0) Barrier::arrive_and_expect_tx(&barriers.arrived[inbox], INBOX_BYTES);
-        if (count >= 2) Barrier::wait(&barriers.free[inbox], (count / 2 - 1) & 1);
+        if (thread == 0) Barrier::arrive_and_expect_tx(&barriers.arrived.at[inbox], INBOX_BYTES);
+        if (count >= 2) Barrier::wait(&barriers.free.at[inbox], (count / 2 - 1) & 1);
       }
-      Barrier::wait(&barriers.written, count & 1);
+      Barrier::wait(barriers.written.at, count & 1);
 #pragma unroll 1
       for (unsigned first = 0; first < TILE_N; first += TURNS * ROWS) {
         float4 sum[TURNS];
@@ -401,12 +387,12 @@ __device__ inline void epilogue(const Block& block, Output* out) {
             const uint32_t to =
                 shared_address(block.smem + INBOXES_AT + inbox * INBOX_BYTES) + (row * 64 + column) * 4;
             store_async(set_block_rank(to, owner), sum[turn],
-                        set_block_rank(shared_address(&barriers.arrived[inbox]), owner));
+                        set_block_rank(shared_address(&barriers.arrived.at[inbox]), owner));
           }
         }
       }
       __syncwarp();
-      if (thread % 32 == 0) Barrier::arrive(&barriers.read);
+      if (thread % 32 == 0) Barrier::arrive(barriers.read.at);
     }
     if (CLUSTER > 1 && count) {
       const int previous = tile - block.clusters;
@@ -422,7 +408,7 @@ __device__ inline void epilogue(const Block& block, Output* out) {
 __device__ inline void consume(const Block& block, const uint8_t* scales, const uint8_t* zeros) {
   const Args& g = block.g;
   uint8_t* smem = block.smem;
-  Barriers& barriers = block.barriers;
+  Signals& barriers = block.barriers;
   // The compiler shall see that descriptors of X are the same in all lanes.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, id = threadIdx.x % 32;
@@ -481,18 +467,17 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
         scale[now] = load_pair<SCALE_TYPE>(stage + lane.scales + row * SCALE_ROW);
         if constexpr (X_SUMS) zero = load_pair<ZERO_TYPE>(stage + lane.zeros + row * ZERO_ROW);
       }
-      fence(sums[now]);
-      fence(a[t % IN_FLIGHT]);
       if constexpr (X_SUMS) fence(x_sums);
-      cute::warpgroup_arrive();
       const uint64_t b = x + t * (X_TILE >> 4) + part * STEPS * (32 >> 4);
-      multiply_steps<STEPS>(a[t % IN_FLIGHT] + part * STEPS, b, sums[now], GMMA::ScaleOut::Zero);
-      if constexpr (X_SUMS) {
-        Fragments one;
-        fill_ones(one);
-        multiply_steps<STEPS>(one + part * STEPS, b, x_sums, GMMA::ScaleOut::Zero);
-      }
-      cute::warpgroup_commit_batch();
+      const auto products = [&] {
+        multiply_steps<STEPS>(a[t % IN_FLIGHT] + part * STEPS, b, sums[now], GMMA::ScaleOut::Zero);
+        if constexpr (X_SUMS) {
+          Fragments one;
+          fill_ones(one);
+          multiply_steps<STEPS>(one + part * STEPS, b, x_sums, GMMA::ScaleOut::Zero);
+        }
+      };
+      batch(products, sums[now], a[t % IN_FLIGHT]);
       if (unit == LAST_UNIT) {  // all of the stage has been read
         __syncwarp();
         if (id == 0) barriers.pipeline.release(at.stage);
@@ -519,32 +504,32 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
         decode(unit);
         if constexpr (IN_FLIGHT == 1) {
           start(unit, s);
-          cute::warpgroup_wait<0>();
+          wait_batches<0>();
           finish(unit);
         } else {
           // The unit before; around the loop only all products may be waited for.
           if (unit == 0) {
-            cute::warpgroup_wait<0>();
+            wait_batches<0>();
             finish(LAST_UNIT);
           }
           start(unit, s);
           if (unit > 0) {
-            cute::warpgroup_wait<1>();
+            wait_batches<1>();
             finish(unit - 1);
           }
         }
       }
     }
     if constexpr (IN_FLIGHT == 2) {
-      cute::warpgroup_wait<0>();
+      wait_batches<0>();
       finish(LAST_UNIT);
     }
-    Barrier::wait(&barriers.read, phase);
+    Barrier::wait(barriers.read.at, phase);
     phase ^= 1;
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i % 4 / 2 * 8] = acc[i];
     __syncwarp();
-    if (id == 0) Barrier::arrive(&barriers.written);
+    if (id == 0) Barrier::arrive(barriers.written.at);
   }
 }
 
@@ -560,13 +545,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(const __grid_c
                                                                   const __grid_constant__ Args g) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
+  Signals& b = block.barriers;
   const int warp = warp_index();
   if (warp < CONSUMERS / 32 + EPILOGUE_WARPS) {
 #if X_TMA
     if (warp == 0 && elect_one()) prefetch_tensor_map(&x);
 #endif
     if (warp == CONSUMERS / 32) {
-      if (elect_one()) block.barriers.init_sums();
+      if (elect_one()) init_barriers(b.written, b.read, b.arrived, b.free);
       __syncwarp();
     }
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
@@ -584,7 +570,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(const __grid_c
   }
   // The producer does not wait for the others. The compiler puts its code first, for it is the last here.
   const bool leader = elect_one();
-  if (leader) block.barriers.init_pipeline();
+  if (leader) {
+    init_barriers(b.pipeline);
+    fence_async_shared();
+  }
   __syncwarp();
   named_arrive(THREADS, READY);
   if constexpr (CLUSTER > 1) cluster_arrive_relaxed();

@@ -173,13 +173,12 @@ __device__ inline void add_blocks(Reader& in, int blocks, Accumulator& acc) {
         if (--blocks > 0) block.load(in);
       }
       // The next batch's fragments are free and, from batch PENDING - 1 on, the last stage.
-      cute::warpgroup_wait<PENDING>();
+      wait_batches<PENDING>();
       if (batch == PENDING - 1) in.release();
     }
     if (blocks == 0) break;
   }
-  cute::warpgroup_wait<0>();
-  fence(acc);
+  wait_batches<0>(acc);
   in.release_last();
 }
 
@@ -218,7 +217,7 @@ __device__ inline void add_periods(Reader& in, int blocks, Period period, Accumu
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
   bool pending = false;
   const auto finish = [&] {
-    cute::warpgroup_wait<0>();
+    wait_batches<0>();
     if (pending) add_period(period, acc, sum);
     scale = GMMA::ScaleOut::Zero;
   };
@@ -240,7 +239,7 @@ __device__ inline void add_periods(Reader& in, int blocks, Period period, Accumu
     for (int tile = 0; tile < 2; ++tile) {
       // Two tiles of one period are both under way: the first one's fragments are free again once it has
       // retired.
-      if (PERIOD == 128 && tile == 0) cute::warpgroup_wait<1>();
+      if (PERIOD == 128 && tile == 0) wait_batches<1>();
       Words words;
       load_words(in.tile(tile), words);
 #pragma unroll

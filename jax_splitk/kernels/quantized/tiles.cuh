@@ -38,7 +38,7 @@
 // WHOLE (the weight does not end in the middle of a block).
 
 #include "device/output.cuh"
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "quantized/dequantize.cuh"
 #include "quantized/scales.cuh"
 #include "structs.cuh"
@@ -383,19 +383,17 @@ extern "C" __global__ void __launch_bounds__(128)
 template <class Loop>
 __device__ inline void run(const Loop& loop, const TensorMap& x_map, const Args& g, Output* out,
                            float* partials) {
-  extern __shared__ uint8_t raw[];
+  using Shares = Roles<4, Loop::PRODUCER_REGS, Loop::CONSUMER_REGS>;
+  uint8_t* const raw = dynamic_shared();
   __shared__ uint64_t barriers[Loop::BARRIERS];
   const uint32_t raw_address = shared_address(raw), address = aligned_address(raw);
   if (elect_one()) {
-#pragma unroll 1  // for all of them in a row are slower: code that is new
-    for (int i = threadIdx.x / 32; i < Loop::BARRIERS; i += THREADS / 32) {
-      const int arrivals = i < EMPTY   ? Loop::PRODUCERS
-                           : i < ROOM  ? 4 * M_WARPGROUPS * MULTICAST
-                           : i == ROOM ? SPLITS
-                                       : 4 * WARPGROUPS + 1;
-      Barrier::init(&barriers[i], arrivals);
-    }
-    fence_barrier_init();
+    init_by_warps<Loop::BARRIERS, THREADS / 32>(barriers, [](int i) {
+      return i < EMPTY   ? Loop::PRODUCERS
+             : i < ROOM  ? 4 * M_WARPGROUPS * MULTICAST
+             : i == ROOM ? SPLITS
+                         : 4 * WARPGROUPS + 1;
+    });
     if (threadIdx.x / 32 == Loop::X_WARP) prefetch_tensor_map(&x_map);
   }
   if constexpr (MULTICAST > 1) {
@@ -410,7 +408,7 @@ __device__ inline void run(const Loop& loop, const TensorMap& x_map, const Args&
   // wait for the first loads.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4;
   if (__builtin_expect(warp < 0, true)) {
-    lower_registers<Loop::PRODUCER_REGS>();
+    Shares::be_producer();
     if (warp + 4 < Loop::PRODUCERS && elect_one()) loop.produce(kernel, x_map, warp + 4);
     if constexpr (SPLIT) {
       __syncwarp();
@@ -419,7 +417,7 @@ __device__ inline void run(const Loop& loop, const TensorMap& x_map, const Args&
     }
     return;
   }
-  raise_registers<Loop::CONSUMER_REGS>();
+  Shares::be_consumer();
   if constexpr (SPLIT) cluster_wait();
   loop.consume(kernel, warp);
   if constexpr (!SPLIT) launch_dependent_grids();

@@ -42,7 +42,7 @@
 // once before the first loads or after the last products is fetched from L2 at every launch. Of `Operand`
 // there the planes of X and Y have structs.
 
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/split_k.cuh"
 
 // Of a thread block's along a row: how many, columns from one to the next and from the first to the last.
@@ -82,13 +82,16 @@ static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN,
               "all that is read of X is written for every block");
 static_assert(X_PAD % 2 == 0 && (SEGMENTS == 1 || (X_PAD == 0 && X_COLUMNS == USED + REACH)));
 
+using Ring = Pipeline<MAX_STAGES, PRODUCERS, WARPS>;
+using Shares = Roles<PRODUCERS, SHARED_OUT ? PRODUCER_REGS : 0, CONSUMER_REGS>;
+
 // CUTLASS's barriers do not keep the compiler from moving shared-memory accesses across them.
-__device__ inline void wait_full(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
+__device__ inline void wait_full(Ring& pipeline, const Position& at) {
   pipeline.wait_full(at);
   fence_compiler();
 }
 
-__device__ inline void wait_empty(Pipeline<MAX_STAGES>& pipeline, const Position& at) {
+__device__ inline void wait_empty(Ring& pipeline, const Position& at) {
   pipeline.wait_empty(at);
   fence_compiler();
 }
@@ -246,7 +249,7 @@ struct Producer {
     for (int slot = 0; slot < IN_FLIGHT; ++slot) fetch<true>(slot, 0, v[slot]);
   }
 
-  __device__ void run(const Args& g, uint32_t stages, Pipeline<MAX_STAGES>& pipeline) {
+  __device__ void run(const Args& g, uint32_t stages, Ring& pipeline) {
     const uint32_t x_row = stages + warp * (X::ROW * 16),
                    y_row = stages + X::PLANE_BYTES + warp * (Y::ROW * 16);
     Position at;
@@ -348,8 +351,8 @@ __device__ inline void move_to(float4* sums, float (&acc)[PASSES][TAPS][4]) {
 }
 
 // All blocks of a warp. `x_channel` and `channel`: its first ones, of those in the planes.
-__device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Pipeline<MAX_STAGES>& pipeline,
-                               int x_channel, int channel, float (&acc)[PASSES][TAPS][4]) {
+__device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Ring& pipeline, int x_channel,
+                               int channel, float (&acc)[PASSES][TAPS][4]) {
   const uint8_t* x_planes = segment_of<X>(stages, x_channel);
   const uint8_t* y_planes = segment_of<Y>(stages + X::PLANE_BYTES, channel);
   Columns y[PASSES];
@@ -477,22 +480,15 @@ __device__ inline void clear(uint8_t* planes, int stages) {
 // plan leaves no split empty.
 template <class T>
 __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, T* out) {
-  extern __shared__ uint4 raw[];
-  __shared__ Pipeline<MAX_STAGES> pipeline;
-  uint8_t* stages = reinterpret_cast<uint8_t*>(raw);
+  __shared__ Ring pipeline;
+  uint8_t* stages = dynamic_shared();
   const Work work(g);
   // A class with fewer blocks than others.
   if (work.r0 >= KERNEL_H || work.s0 >= KERNEL_W) return;
   const int warp = warp_index() - PRODUCERS;  // of the consumers
   Producer producer;
   auto prepare = [&] {
-    if (threadIdx.x == 32 * PRODUCERS) {
-#pragma unroll 1  // shorter
-      for (int i = 0; i < g.stages; ++i) {
-        Barrier::init(&pipeline.full[i], PRODUCERS);
-        Barrier::init(&pipeline.empty[i], WARPS);
-      }
-    }
+    if (threadIdx.x == 32 * PRODUCERS) init_stages(pipeline, g.stages);
     clear<X>(stages, g.stages);
     clear<Y>(stages + X::PLANE_BYTES, g.stages);
   };
@@ -507,14 +503,14 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
     sync_threads<THREADS, START>();
   }
   if (warp < 0) {
-    if constexpr (SHARED_OUT) lower_registers<PRODUCER_REGS>();
+    Shares::be_producer();
     if constexpr (TIGHT) {
       producer.begin(g, work, x, y);
       sync_threads<THREADS, START>();
     }
     producer.run(g, shared_address(stages), pipeline);
   } else {
-    if constexpr (SHARED_OUT) raise_registers<CONSUMER_REGS>();
+    Shares::be_consumer();
     if constexpr (TIGHT) {
       prepare();
       sync_threads<THREADS, START>();

@@ -33,7 +33,7 @@
 // from one rounding addition to the next, with three parts. RAGGED: some tiles reach beyond the output.
 // DY_VEC: elements of one load of dY without DY_TMA.
 
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -57,7 +57,7 @@ constexpr int BOX_BYTES = PIXELS * 128;  // 64 channels of dY
 constexpr int DY_BOXES = (TILE_N + 63) / 64;
 constexpr int COPY_BYTES = DY_BOXES * BOX_BYTES;
 constexpr bool STORES = !X_ASYNC || !DY_TMA;  // the producer stores to shared memory itself
-constexpr int FULL_ARRIVALS = PRODUCERS * (X_ASYNC + STORES) + DY_TMA;
+using Windows = Pipeline<STAGES, PRODUCERS*(X_ASYNC + STORES) + DY_TMA, 4 * CONSUMERS>;
 
 // ---- bf16 parts of floats ---------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ __device__ inline void split(float low, float high, uint32_t (&part)[COPIES]) {
 }
 
 __device__ inline void produce(const Gradient& dy, const Args& g, const Element* x, uint32_t stages,
-                               Pipeline<STAGES>& pipeline, int c0, int k0, int kt, int kt_end) {
+                               Windows& pipeline, int c0, int k0, int kt, int kt_end) {
   Tile tile = tile_at(g, kt);
   Position at;
   for (; kt < kt_end; ++kt, advance(g, tile), at.advance(STAGES)) {
@@ -288,13 +288,13 @@ __device__ inline void promote(float (&chain)[ACCUMULATORS], float (&sum)[ACCUMU
 }
 
 // Tells the producer that the warp, all of its lanes, has read a stage (none: -1).
-__device__ inline void release(Pipeline<STAGES>& pipeline, int stage) {
+__device__ inline void release(Windows& pipeline, int stage) {
   __syncwarp();
   if (stage >= 0 && threadIdx.x % 32 == 0) pipeline.release(stage);
 }
 
-__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, int m0, int kt,
-                               int kt_end, Accumulator& sum) {
+__device__ inline void consume(const Args& g, uint32_t stages, Windows& pipeline, int m0, int kt, int kt_end,
+                               Accumulator& sum) {
   const int lane = threadIdx.x % 32, m = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4 * 2;
   uint32_t at[BLOCKS][2];
 #pragma unroll
@@ -352,22 +352,22 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
 #pragma unroll
           for (int i = 0; i < 4; ++i) high[block][link][i] = fragment[0][i];
         }
-        fence(acc[block]);
 #pragma unroll
         for (int copy = PROMOTE; copy < COPIES; ++copy) fence(fragment[copy]);  // h is elsewhere
         if (last) fence(high[block]);
-        cute::warpgroup_arrive();
-        multiply(fragment, b + k * (128 >> 4), acc[block], scale);
-        if (last) multiply_high(high[block], b + k * (128 >> 4), acc[block]);
-        cute::warpgroup_commit_batch();
+        const auto products = [&] {
+          multiply(fragment, b + k * (128 >> 4), acc[block], scale);
+          if (last) multiply_high(high[block], b + k * (128 >> 4), acc[block]);
+        };
+        batch(products, acc[block]);
         // The batch before this one has retired, so its fragment and, at a stage's start, its stage are free.
-        cute::warpgroup_wait<1>();
+        wait_batches<1>();
         if (!PROMOTE && k == 0 && block == 0) release(pipeline, previous);
         if (last && block > 0) promote(acc[block - 1], sum[block - 1]);
       }
       scale = GMMA::ScaleOut::One;
       if (PROMOTE && k / 16 % CHAIN == CHAIN - 1) {
-        cute::warpgroup_wait<0>();
+        wait_batches<0>();
         if (k + 16 == PIXELS) release(pipeline, place.stage);
         promote(acc[BLOCKS - 1], sum[BLOCKS - 1]);
       }
@@ -376,8 +376,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>&
     previous = place.stage;
     place.advance(STAGES);
   }
-  cute::warpgroup_wait<0>();
-  fence(acc);
+  wait_batches<0>(acc);
 }
 
 // Writes a warpgroup's blocks into out[taps][C][K], leaving out rows and columns beyond the problem.
@@ -415,30 +414,22 @@ __device__ inline void store(const Args& g, T* out, int m0, int c0, int k0, Accu
 // split empty.
 template <class T>
 __device__ inline void wgrad(const Gradient& dy, const Args& g, const Element* x, T* out) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
-  const uint32_t stages = aligned_address(raw);
-  if (threadIdx.x == 0) {
-    pipeline.init(FULL_ARRIVALS, 4 * CONSUMERS);
-    fence_barrier_init();
-  }
-  __syncthreads();
-
+  __shared__ Windows pipeline;
+  const uint32_t stages = shared_stages();
   const int mn_tiles = g.m_tiles * g.n_tiles;
   const int slice = blockIdx.x / mn_tiles, mn = blockIdx.x - slice * mn_tiles;
   const int m_tile = mn / g.n_tiles, k0 = (mn - m_tile * g.n_tiles) * TILE_N, c0 = slice * SLICE;
   const int kt = blockIdx.y * g.k_tiles_per_split, kt_end = min(kt + g.k_tiles_per_split, g.k_tiles);
-  if (threadIdx.x < PRODUCERS) {
-    lower_registers<PRODUCER_REGS>();
-    produce(dy, g, x, stages, pipeline, c0, k0, kt, kt_end);
-  } else {
-    raise_registers<CONSUMER_REGS>();
-    const int m0 = m_tile * BLOCK_M + (threadIdx.x / 128 - 1) * 64 * BLOCKS;
-    Accumulator sum;
-    consume(g, stages, pipeline, m0, kt, kt_end, sum);
-    launch_dependent_grids();
-    store(g, out + size_t(blockIdx.y) * g.partial_stride, m0, c0, k0, sum);
-  }
+  run_roles<Roles<PRODUCERS / 32, PRODUCER_REGS, CONSUMER_REGS, true>>(
+      [&](int) { produce(dy, g, x, stages, pipeline, c0, k0, kt, kt_end); },
+      [&](int) {
+        const int m0 = m_tile * BLOCK_M + (threadIdx.x / 128 - 1) * 64 * BLOCKS;
+        Accumulator sum;
+        consume(g, stages, pipeline, m0, kt, kt_end, sum);
+        launch_dependent_grids();
+        store(g, out + size_t(blockIdx.y) * g.partial_stride, m0, c0, k0, sum);
+      },
+      pipeline);
 }
 
 SPLIT_K_KERNELS((const __grid_constant__ Gradient dy, const __grid_constant__ Args g, const Element* x),

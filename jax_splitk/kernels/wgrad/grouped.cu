@@ -30,7 +30,7 @@
 // GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one); RAGGED
 // (the last tile of an image may have fewer rows), TILES_H, TILES_W (of an image).
 
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 
@@ -82,14 +82,15 @@ __device__ inline Channels block_channels(int block) {
           bundle * BUNDLE_OUT + part % OUT_PARTS * OUT_BLOCK};
 }
 
+using Ring = Pipeline<STAGES, 1, WARPS>;
+
 // ---- producer ---------------------------------------------------------------------------------------------
 
 // Loads `tiles` tiles from `tile` on: the FIRST ones, into stages that need not be waited for, or those
 // after.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               uint32_t stages, Pipeline<STAGES>& pipeline, Channels channels, Tile tile,
-                               int tiles) {
+                               uint32_t stages, Ring& pipeline, Channels channels, Tile tile, int tiles) {
   Position at;
   if (!FIRST) at.phase = 1;
 #pragma unroll 1
@@ -244,8 +245,8 @@ __device__ inline void add_strip(const Cursor& cursor, int rows, Accumulator& ac
   }
 }
 
-__device__ inline void consume(const Args& g, uint32_t stages, Pipeline<STAGES>& pipeline, uint32_t zeros,
-                               const Job& job, int slice, Tile tile, int tiles, Accumulator& acc) {
+__device__ inline void consume(const Args& g, uint32_t stages, Ring& pipeline, uint32_t zeros, const Job& job,
+                               int slice, Tile tile, int tiles, Accumulator& acc) {
   const int lane = threadIdx.x % 32;
   const Lane lane_at = lane_offsets(job, lane);
   Position at;
@@ -356,18 +357,16 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
 // evenly: the first splits have one more where they do not divide.
 template <class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
+  __shared__ Ring pipeline;
   __shared__ alignas(128) uint4 zeros[8];  // one for each set of banks
-  const uint32_t stages = aligned_address(raw);
+  const uint32_t stages = shared_stages();
   const int split = blockIdx.y, tiles = g.each + (split < g.more);
   const int first = split * g.each + min(split, g.more);
   const Channels channels = block_channels(blockIdx.x);
   const int warp = warp_index();
   if (threadIdx.x < 8) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
   if (warp == WARPS && elect_one()) {
-    pipeline.init(1, WARPS);
-    fence_barrier_init();
+    init_barriers(pipeline);
     produce<true>(x_map, dy_map, g, stages, pipeline, channels, tile_at(first), min(tiles, STAGES));
   }
   __syncthreads();

@@ -22,7 +22,7 @@
 // Macros: ELEMENT, OUT, TAPS_H, TAPS_W, TILE_N (64 * TAPS_W), TILE_Q (output columns of a strip),
 // BATCH_ROWS (output rows whose products are issued and waited for together).
 
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -44,6 +44,7 @@ constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = consumer_registers(CONSUMERS, PRODUCER_REGS);
 
 using Accumulator = float[ACCUMULATORS];
+using Lines = Pipeline<MAX_LINES, 1, CONSUMERS>;
 
 struct Geometry {
   int halo, lines;                       // lines of a buffer; the first `halo` come without a row of dY
@@ -82,8 +83,7 @@ __device__ inline Unit unit_of(const Args& g, int index) {
 // ---- producer ---------------------------------------------------------------------------------------------
 
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               const Tile& tile, int u, int end, uint32_t buffers,
-                               Pipeline<MAX_LINES>& pipeline) {
+                               const Tile& tile, int u, int end, uint32_t buffers, Lines& pipeline) {
   const Geometry at(g);
   for (Position buffer; u < end; ++u, buffer.advance(g.buffers)) {
     const Unit unit = unit_of(g, u);
@@ -108,7 +108,7 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
 struct Held {
   int next = 0, end = 0;
 
-  __device__ void release(Pipeline<MAX_LINES>& pipeline, int until) {
+  __device__ void release(Lines& pipeline, int until) {
 #pragma unroll 1
     for (; next < until; ++next) {
       if (threadIdx.x % 128 == 0) pipeline.release(next);
@@ -119,8 +119,8 @@ struct Held {
 // One unit's products for filter row `warpgroup` of the tile. Unless `drain`, the last of them may still be
 // running at the end.
 __device__ inline void consume(const Args& g, const Geometry& at, const Position& buffer, uint32_t buffers,
-                               Pipeline<MAX_LINES>& pipeline, int warpgroup, int rows, bool drain,
-                               GMMA::ScaleOut scale, Held& held, Accumulator& acc) {
+                               Lines& pipeline, int warpgroup, int rows, bool drain, GMMA::ScaleOut scale,
+                               Held& held, Accumulator& acc) {
   constexpr int STEP = 16 / ROWS * PIXEL_BYTES >> 4;
   const uint32_t x = buffers + buffer.stage * at.buffer_bytes, dy = x + at.dy_offset;
   const uint64_t a0 = operand(dy, 0, ROWS == 2 ? DY_BYTES : 8 * PIXEL_BYTES);
@@ -135,21 +135,20 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
   for (int p = 0; p < rows; p += BATCH_ROWS) {
     wait_until(p + BATCH_ROWS + at.halo);
     const uint64_t a = a0 + uint64_t(p * DY_BYTES >> 4), b = b0 + uint64_t(p * at.x_bytes >> 4);
-    fence(acc);
-    cute::warpgroup_arrive();
+    const auto products = [&] {
 #pragma unroll
-    for (int row = 0; row < BATCH_ROWS; row += ROWS) {
+      for (int row = 0; row < BATCH_ROWS; row += ROWS) {
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        wgmma<Wgmma>(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP, acc,
-                     scale);
-        scale = GMMA::ScaleOut::One;
+        for (int step = 0; step < STEPS; ++step) {
+          wgmma<Wgmma>(a + (row * DY_BYTES >> 4) + step * STEP, b + (row * at.x_bytes >> 4) + step * STEP,
+                       acc, scale);
+          scale = GMMA::ScaleOut::One;
+        }
       }
-    }
-    cute::warpgroup_commit_batch();
+    };
+    batch(products, acc);
     // The batch before this one is done: the rest of the unit before, or the rows before.
-    cute::warpgroup_wait<1>();
-    fence(acc);
+    wait_batches<1>(acc);
     held.release(pipeline, held.end);
     if (p == 0) held = {first, first};
     held.end = first + p + BATCH_ROWS;
@@ -159,8 +158,7 @@ __device__ inline void consume(const Args& g, const Geometry& at, const Position
   // The next unit's first batch must not need what only its end releases.
   const bool ahead = g.buffers > 1 || rows - BATCH_ROWS >= BATCH_ROWS + at.halo;
   if (drain || rows != g.tile_p || !ahead) {
-    cute::warpgroup_wait<0>();
-    fence(acc);
+    wait_batches<0>(acc);
     if (waited < at.lines) {
       // Lines that no product reads: no warp may be behind when they are released, and could be filled anew.
       wait_until(at.lines);
@@ -206,25 +204,12 @@ __device__ inline float4* partial_of(const Args& g, float4* partials, int tile, 
 // empty.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(MAPS_AND_ARGS, Output* out, float4* partials) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<MAX_LINES> pipeline;
-  const uint32_t buffers = aligned_address(raw);
+  __shared__ Lines pipeline;
+  const uint32_t buffers = shared_stages();
   const Geometry at(g);
-  if (threadIdx.x < at.lines * g.buffers) {
-    Barrier::init(&pipeline.full[threadIdx.x], 1);
-    Barrier::init(&pipeline.empty[threadIdx.x], CONSUMERS);
-    fence_barrier_init();
-  }
-  __syncthreads();
-
   const Tile tile = tile_of(g, blockIdx.x);
   const int begin = blockIdx.y * g.units_per_split, end = min(begin + g.units_per_split, g.units_per_tile);
-  const int warp = warp_index();
-  if (warp < 4) {
-    lower_registers<PRODUCER_REGS>();
-    if (warp == 0 && elect_one()) produce(x_map, dy_map, g, tile, begin, end, buffers, pipeline);
-  } else {
-    raise_registers<CONSUMER_REGS>();
+  const auto consume_units = [&](int warp) {
     const int thread = threadIdx.x - 128;
     Accumulator acc;
     Position buffer;
@@ -232,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
     for (int u = begin; u < end; ++u, buffer.advance(g.buffers)) {
       const int rows = min(g.tile_p, g.out_h - unit_of(g, u).p0);
-      consume(g, at, buffer, buffers, pipeline, thread / 128, rows, u + 1 == end, scale, held, acc);
+      consume(g, at, buffer, buffers, pipeline, warp / 4, rows, u + 1 == end, scale, held, acc);
       scale = GMMA::ScaleOut::One;
     }
     launch_dependent_grids();
@@ -249,7 +234,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         to[i * 128 * CONSUMERS] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
       }
     }
-  }
+  };
+  run_roles<Roles<4, PRODUCER_REGS, CONSUMER_REGS>>(
+      [&](int warp) {
+        if (warp == 0 && elect_one()) produce(x_map, dy_map, g, tile, begin, end, buffers, pipeline);
+      },
+      consume_units, pipeline);
 }
 
 // ---- reduction --------------------------------------------------------------------------------------------

@@ -7,24 +7,20 @@
 // 64-channel boxes of dY. In shared memory every box is 64 rows of 128 bytes under the 128-byte swizzle. With
 // SWAP the M side of the tile is k and the N side is rsc.
 //
-// Roles: warpgroup 0 is the producer (one thread in each of its warps issues TMA), the others are consumers.
-// `full` has an arrival of every producer warp, `empty` one of every consumer warpgroup, once the WGMMAs that
-// read the stage have retired. Epilogue: fp32 goes to memory from the accumulators. 16 bits go through the
-// pipeline's memory, as a tile [rsc][k], and from there in rows of the output.
+// Roles and barriers: see device/tile_kernel.cuh. Results: fp32 goes to memory from the accumulators. 16 bits
+// go through the pipeline's memory, as a tile [rsc][k], and from there in rows of the output.
 //
 // Code that runs once is fetched as it runs, at some 4 ns an instruction (fitted): small problems want little
 // of it.
 //
-// Macros: ELEMENT, OUT, TILE_M, TILE_N, STAGES, SWAP, CTAS_PER_SM, X_TILED (1x1 stride 1: X is a plain
-// matrix), RANK3 (three spatial dimensions; else two), TAIL (only the tiles after whole waves are split),
-// CHAIN (stages that the tensor cores add; 0: all of a split).
+// Macros: ELEMENT, OUT, SWAP, X_TILED (1x1 stride 1: X is a plain matrix), RANK3 (three spatial dimensions;
+// else two), TAIL (only the tiles after whole waves are split), and those of device/wgmma_tile.cuh.
 
 #include "device/packed_tile.cuh"
-#include "device/pipeline.cuh"
 #include "device/split_k.cuh"
-#include "device/wgmma_tile.cuh"
+#include "device/tile_kernel.cuh"
 
-using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
+using Product = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
 
 // A matrix product's splits take turns at the blocks of pixels, so that all thread blocks read neighbouring
 // memory.
@@ -33,8 +29,10 @@ constexpr int BLOCK_K = 64;
 constexpr int SLOT = 64;  // channels of a box
 constexpr int X_BOXES = SWAP ? N_BLOCKS : M_BLOCKS, DY_BOXES = SWAP ? M_BLOCKS : N_BLOCKS;
 constexpr int BOXES = M_BLOCKS + N_BLOCKS;
-constexpr int PRODUCERS = BOXES < 4 ? BOXES : 4;  // producer warps
-constexpr int BOXES_PER_WARP = (BOXES + PRODUCERS - 1) / PRODUCERS;
+// Warps that load. Four instead of one gain up to 9% where tiles are wide in boxes (measured), and lose
+// nowhere.
+constexpr int LOADERS = BOXES < 4 ? BOXES : 4;
+constexpr int BOXES_PER_WARP = (BOXES + LOADERS - 1) / LOADERS;
 
 struct Slot {
   int tap, c0;
@@ -112,8 +110,7 @@ __device__ inline Tap tap_at(const Args& g, int tap) {
           uint16_t(s * g.dilation.w)};
 }
 
-// One producer warp's share of the boxes of a stage: box index `warp + i * PRODUCERS`, X's boxes first. Four
-// warps instead of one gain up to 9% where tiles are wide in boxes (measured), and lose nowhere.
+// One warp's share of the boxes of a stage: box index `warp + i * LOADERS`, X's boxes first.
 struct Loads {
   int c0[BOXES_PER_WARP], offset[BOXES_PER_WARP];
   Tap tap[BOXES_PER_WARP];
@@ -128,7 +125,7 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
   loads.boxes = 0;
 #pragma unroll
   for (int i = 0; i < BOXES_PER_WARP; ++i) {
-    const int box = warp + i * PRODUCERS;
+    const int box = warp + i * LOADERS;
     const bool is_x = box < X_BOXES;
     const int index = is_x ? box : box - X_BOXES;
     loads.boxes += box < BOXES;
@@ -151,37 +148,6 @@ __device__ inline Loads loads_of(const Args& g, int warp, int x_tile, int dy_til
   }
   loads.at = pixel_at(g, kt * BLOCK_K);
   return loads;
-}
-
-// Loads `k_tiles` blocks from where `loads` stands on. The first ones, into stages that are `EMPTY` yet, are
-// loops of their own right at the kernel's start: all that follows waits for them, and code that lies far off
-// is slow to come.
-template <bool FIRST>
-__device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
-                               uint32_t stages, uint32_t barriers, int warp, Loads& loads, int k_tiles) {
-  Position at;
-  const bool lead = !FIRST || elect_one();
-#pragma unroll 1  // short: all of it is fetched anew in each block
-  for (int kt = 0; kt < k_tiles; ++kt) {
-    uint64_t* full = reinterpret_cast<uint64_t*>(shared_pointer(barriers + at.stage * 8));
-    const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    if constexpr (!FIRST) Barrier::wait(full + STAGES, at.phase);
-    if (lead) {
-      Barrier::arrive_and_expect_tx(full, loads.boxes * BLOCK_BYTES);
-#pragma unroll
-      for (int i = 0; i < BOXES_PER_WARP; ++i) {
-        if (!loads.issued[i]) continue;
-        uint8_t* to = shared_pointer(stage + loads.offset[i]);
-        if (warp + i * PRODUCERS < X_BOXES) {
-          load_x(x_map, g, full, to, loads.c0[i], loads.tap[i], loads.at);
-        } else {
-          load_matrix(dy_map, full, to, loads.c0[i], loads.at, g.dy_once);
-        }
-      }
-    }
-    advance(g, loads.at);
-    at.advance(STAGES);
-  }
 }
 
 // ---- epilogue --------------------------------------------------------------------------------------------
@@ -309,55 +275,66 @@ __device__ inline Work work_of_block(const Args& g, const TailArgs& tail) {
 }
 
 template <bool PARTIAL>
-__device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Work& work,
-                             Output* out, float* partials, const TailArgs* tail) {
-  extern __shared__ uint8_t raw[];
-  __shared__ Pipeline<STAGES> pipeline;
-  __shared__ Rows slots[X_BOXES];
-  const uint32_t stages = aligned_address(raw);
+struct Wgrad : TileKernel {
+  using Wgmma = Product;
+  using A = MnMajor;
+  using B = MnMajor;
+  struct Shared {
+    Rows slots[X_BOXES];  // where those of the tile go
+  };
+  static constexpr int LOADERS = ::LOADERS;
+  static constexpr bool WALKS = true, DEPENDENT = PARTIAL;
 
-  const int tile_m = work.tile / g.columns, tile_n = work.tile - tile_m * g.columns;
-  const int x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
-  const bool as_tile = tail != nullptr && work.tile >= tail->whole;
-
-  const int warp = warp_index();
+  const TensorMap &x_map, &dy_map;
+  const Args& g;
+  const Work work;
+  Output* out;
+  float* partials;
+  const TailArgs* tail;
+  int x_tile, dy_tile;
+  bool as_tile;
   Loads loads;
-  if (warp < PRODUCERS) {
-    loads = loads_of(g, warp, x_tile, dy_tile, work.kt);
-  } else if (threadIdx.x == 128) {
-    pipeline.init(PRODUCERS, CONSUMERS);
-    fence_barrier_init();
-  } else if (warp == 5 && threadIdx.x % 32 < X_BOXES) {
-    const int slot = threadIdx.x % 32;
-    slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
-  }
-  __syncthreads();
 
-  const uint32_t barriers = shared_address(&pipeline);
-  // Every lane walks, so that the compiler still knows of a warp's numbers that they are uniform.
-  if (warp < PRODUCERS)
-    produce<true>(x_map, dy_map, g, stages, barriers, warp, loads, min(work.k_tiles, STAGES));
-  if (warp < 4) {
-    if constexpr (SHARE_REGISTERS) lower_registers<PRODUCER_REGS>();
-    if (warp < PRODUCERS && elect_one()) {
-      produce<false>(x_map, dy_map, g, stages, barriers, warp, loads, work.k_tiles - STAGES);
+  __device__ Wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, const Work& work,
+                   Output* out, float* partials, const TailArgs* tail)
+      : x_map(x_map), dy_map(dy_map), g(g), work(work), out(out), partials(partials), tail(tail) {
+    const int tile_m = work.tile / g.columns, tile_n = work.tile - tile_m * g.columns;
+    x_tile = SWAP ? tile_n : tile_m, dy_tile = SWAP ? tile_m : tile_n;
+    as_tile = tail != nullptr && work.tile >= tail->whole;
+  }
+
+  __device__ int count() const { return work.k_tiles; }
+
+  // ---- load ----
+
+  __device__ void locate(int warp) { loads = loads_of(g, warp, x_tile, dy_tile, work.kt); }
+  __device__ int bytes() const { return loads.boxes * BLOCK_BYTES; }
+  __device__ void advance() { ::advance(g, loads.at); }
+
+  __device__ void load(const Stage& stage) const {
+#pragma unroll
+    for (int i = 0; i < BOXES_PER_WARP; ++i) {
+      if (!loads.issued[i]) continue;
+      uint8_t* to = shared_pointer(stage.address + loads.offset[i]);
+      if (stage.loader + i * LOADERS < X_BOXES) {
+        load_x(x_map, g, stage.full, to, loads.c0[i], loads.tap[i], loads.at);
+      } else {
+        load_matrix(dy_map, stage.full, to, loads.c0[i], loads.at, g.dy_once);
+      }
     }
-  } else {
-    if constexpr (SHARE_REGISTERS) raise_registers<CONSUMER_REGS>();
-    const int warpgroup = threadIdx.x / 128 - 1;
-    const Place place = as_tile ? Place{slots, 0, DY_TILE, DY_TILE}
-                                : Place{slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
-    Accumulator acc;
-    const auto sync_consumers = [] { named_sync(CONSUMER_THREADS, 1); };
-    const auto block_at = [=](uint32_t stage, int m) {
-      return stage + warpgroup * BLOCK_BYTES + m * CONSUMERS * BLOCK_BYTES;
-    };
-#if CHAIN
-    consume_chains<Wgmma, MnMajor, MnMajor, CHAIN>(stages, pipeline, work.k_tiles, block_at, acc);
-#else
-    consume<Wgmma, MnMajor, MnMajor>(stages, pipeline, work.k_tiles, block_at, acc);
-#endif
-    if (PARTIAL) launch_dependent_grids();
+  }
+
+  // ---- finish ----
+
+  __device__ void prepare(Shared& shared, int thread) const {
+    const int slot = thread - 32;
+    if (slot < 0 || slot >= X_BOXES) return;
+    shared.slots[slot] = as_tile ? Rows{slot * SLOT * DY_TILE, SLOT} : rows_of(g, x_tile * X_BOXES + slot);
+  }
+
+  __device__ void finish(const Shared& shared, uint32_t stages, int warpgroup, const Accumulator& acc) const {
+    const Place place = as_tile ? Place{shared.slots, 0, DY_TILE, DY_TILE}
+                                : Place{shared.slots, dy_tile * DY_TILE, g.out_channels, g.pitch};
     if (as_tile) {
       const int part = work.split * tail->rest + work.tile - tail->whole;
       store_sums(place, warpgroup, acc, partials + size_t(part) * (TILE_M * TILE_N));
@@ -367,19 +344,19 @@ __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, co
 #if OUT == 0
       store_sums(place, warpgroup, acc, out);
 #else
-      sync_consumers();
+      named_sync(CONSUMER_THREADS, 1);
       stage_packed(stages, warpgroup, acc);
-      sync_consumers();
+      named_sync(CONSUMER_THREADS, 1);
       store_packed(place, stages, warpgroup, out);
 #endif
     }
   }
-}
+};
 
 #if TAIL
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL(_tail)(MAPS_AND_ARGS, const __grid_constant__ TailArgs tail, Output* out, float* partials) {
-  wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail);
+  run_tile(Wgrad<true>(x_map, dy_map, g, work_of_block(g, tail), out, partials, &tail));
 }
 
 constexpr int TAIL_CHUNKS = 4;  // of each thread: enough loads under way
@@ -412,11 +389,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL(_partial)(MAPS_AND_ARGS, float* partials) {
-  wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr);
+  run_tile(Wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL(_direct)(MAPS_AND_ARGS, Output* out) {
-  wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr);
+  run_tile(Wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr));
 }
 #endif

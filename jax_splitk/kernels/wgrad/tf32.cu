@@ -35,7 +35,7 @@
 // (a line), DY_BYTES (a row), X_STAGES, RAW_STAGES, DY_STAGES, PRODUCER_REGS, CONSUMER_REGS, RAGGED (strips
 // reach beyond the output's columns).
 
-#include "device/pipeline.cuh"
+#include "device/skeleton.cuh"
 #include "device/split_k.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -58,9 +58,9 @@ constexpr int CHUNK_BYTES = TILE_N * 16;  // four pixels of dY transposed
 using Accumulator = float[TAPS_H][ACCUMULATORS];
 
 struct Pipelines {
-  Pipeline<X_STAGES> x;
-  Pipeline<RAW_STAGES> raw;
-  Pipeline<DY_STAGES> dy;
+  Pipeline<X_STAGES, 1, 4 * CONSUMERS> x;
+  Pipeline<RAW_STAGES, 1, TRANSPOSERS> raw;
+  Pipeline<DY_STAGES, TRANSPOSERS, 4 * CONSUMERS> dy;
 };
 
 // Their stages' addresses.
@@ -271,8 +271,6 @@ __device__ __forceinline__ void gather(uint32_t x, const Places& places, [[maybe
   }
 }
 
-// Whatever holds WGMMAs is __forceinline__: products under way across a call are serialized.
-
 // The products of steps STEP and on of a line with the rows of dY at `b`, for the filter rows of MASK. At
 // most one batch of them is under way before; `raw` is what the first step multiplies.
 template <int MASK, int STEP>
@@ -287,16 +285,16 @@ __device__ __forceinline__ void multiply(uint32_t x, const Places& places, const
   for (int r = 0; r < TAPS_H; ++r) {
     if (MASK >> r & 1) fence(acc[r]);
   }
-  fence(fragment);
-  cute::warpgroup_arrive();
+  const auto products = [&] {
 #pragma unroll
-  for (int r = 0; r < TAPS_H; ++r) {
-    if (MASK >> r & 1) {
-      wgmma<Wgmma>(fragment, b[r] + (STEP * 2 * CHUNK_BYTES >> 4), acc[r], GMMA::ScaleOut::One);
+    for (int r = 0; r < TAPS_H; ++r) {
+      if (MASK >> r & 1) {
+        wgmma<Wgmma>(fragment, b[r] + (STEP * 2 * CHUNK_BYTES >> 4), acc[r], GMMA::ScaleOut::One);
+      }
     }
-  }
-  cute::warpgroup_commit_batch();
-  cute::warpgroup_wait<1>();  // the other fragment is free
+  };
+  batch(products, fragment);
+  wait_batches<1>();  // the other fragment is free
   if constexpr (STEP + 1 < STEPS) multiply<MASK, STEP + 1>(x, places, b, inside, raw, a, acc);
 }
 
@@ -324,7 +322,7 @@ __device__ __forceinline__ void multiply_line(int mask, uint32_t x, const Places
         uint32_t raw[4], a[2][4];
         gather<0>(x, places, inside, raw);
         multiply<MASK, 0>(x, places, b, inside, raw, a, acc);
-        cute::warpgroup_wait<0>();
+        wait_batches<0>();
 #pragma unroll
         for (int r = 0; r < TAPS_H; ++r) {
           if (MASK >> r & 1) fence(acc[r]);
@@ -409,36 +407,26 @@ __device__ inline void store(const Args& g, const Tile& tile, T* out, int warpgr
 // empty.
 template <class T>
 __device__ inline void wgrad(const TensorMap& x_map, const TensorMap& dy_map, const Args& g, T* out) {
-  extern __shared__ uint8_t raw[];
   __shared__ Pipelines pipelines;
-  const uint32_t x = aligned_address(raw), after_x = x + X_STAGES * X_BYTES;
+  const uint32_t x = shared_stages(), after_x = x + X_STAGES * X_BYTES;
   const Stages stages{x, after_x, after_x + RAW_STAGES * DY_BYTES};
-  if (threadIdx.x == 0) {
-    pipelines.x.init(1, 4 * CONSUMERS);
-    pipelines.raw.init(1, TRANSPOSERS);
-    pipelines.dy.init(TRANSPOSERS, 4 * CONSUMERS);
-    fence_barrier_init();
-  }
-  __syncthreads();
-
   const Tile tile = tile_of(g, blockIdx.x);
   const int unit = blockIdx.y * g.units_per_split, end = min(unit + g.units_per_split, g.units);
-  const int warp = warp_index();
-  if (warp < 4) {
-    lower_registers<PRODUCER_REGS>();
-    if (warp > 0) {
-      transpose(g, unit, end, stages, pipelines, warp - 1);
-    } else if (elect_one()) {
-      produce(x_map, dy_map, g, tile, unit, end, stages, pipelines);
-    }
-  } else {
-    raise_registers<CONSUMER_REGS>();
-    const int warpgroup = warp / 4 - 1;
-    Accumulator acc = {};
-    consume(g, unit, end, stages, pipelines, warpgroup, acc);
-    launch_dependent_grids();
-    store(g, tile, out + size_t(blockIdx.y) * g.partial_stride, warpgroup, acc);
-  }
+  run_roles<Roles<4, PRODUCER_REGS, CONSUMER_REGS>>(
+      [&](int warp) {
+        if (warp > 0) {
+          transpose(g, unit, end, stages, pipelines, warp - 1);
+        } else if (elect_one()) {
+          produce(x_map, dy_map, g, tile, unit, end, stages, pipelines);
+        }
+      },
+      [&](int warp) {
+        Accumulator acc = {};
+        consume(g, unit, end, stages, pipelines, warp / 4, acc);
+        launch_dependent_grids();
+        store(g, tile, out + size_t(blockIdx.y) * g.partial_stride, warp / 4, acc);
+      },
+      pipelines.x, pipelines.raw, pipelines.dy);
 }
 
 SPLIT_K_KERNELS((MAPS_AND_ARGS), (x_map, dy_map, g))

@@ -4,6 +4,8 @@
 // and RESIDUAL_TYPE (numbers of output.cuh; of a residual NONE where there is none), ACTIVATION (0: none, 1:
 // relu, 2: gelu by tanh, 3: gelu by erf, 4: silu). Nothing is read of a bias or residual that is not there.
 
+#include "device/output.cuh"
+
 #if EPILOGUE
 using Bias = TypeOf<BIAS_TYPE>::type;
 using Residual = TypeOf<RESIDUAL_TYPE>::type;
