@@ -159,16 +159,6 @@ def test_the_model_prefers_full_machines() -> None:
     p, config = best(tiled.FAMILY, 64, 8192)
     assert config.splits > 1 or tiles.is_cut(p, config)
     assert tiles.is_cut(*best(fp8.FAMILY, 4096, 3584, x_dtype=E4M3))
-    for features in (3584, 8192):
-        assert best(tiled.FAMILY, 64, features)[1].k_warpgroups == 2
-
-
-@pytest.mark.parametrize(("features", "clusters"), [(3584, 56), (8192, 64), (28672, 64)])
-def test_pairs_that_hold_half_of_x_are_among_the_first(features: int, clusters: int) -> None:
-    """The slice of x is loaded while the first words are."""
-    p = valid_problem(16, 8192, features)
-    found = sorted(stream.FAMILY.candidates(p, DEFAULT_CUDA), key=lambda c: stream.FAMILY.estimate(p, c, DEFAULT_CUDA))
-    assert Stream(16, 2, 4, 4, 2, clusters) in found[:4]
 
 
 def test_few_rows_of_e4m3_cut_k() -> None:
