@@ -124,11 +124,11 @@ def spreads(names: Sequence[str], of: Sequence[str], errors: np.ndarray, weights
 
 def fit_xla(found: Sequence[Record]) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(the arrays of xla.npz, logarithms of held-out estimates over times)."""
-    known = [(r.problem, xla.features(r.problem, r.target), r.xla_us) for r in found if r.xla_us]
-    problems = [(problem, of) for problem, of, _ in known]
+    known = [(r.problem, xla.features(r.problem, r.target).floor, r.xla_us) for r in found if r.xla_us]
+    problems = [(problem, xla.features(problem, DEFAULT_CUDA)) for problem, _, _ in known]
     kinds = sorted({kind for _, of in problems for kind in of.kinds})
     names = [f"{problem.op}: {of.name}" for problem, of in problems]
-    logs = np.array([math.log(us * 1e-6 / of.floor) for _, of, us in known])
+    logs = np.array([math.log(us * 1e-6 / floor) for _, floor, us in known])
     ones, numbers = np.ones(len(logs)), np.arange(len(logs))
     data = Data(xla.rows(problems, kinds), logs, ones, numbers, np.array([fold(p) for p, _ in problems]))
     errors = learn.held_out(data, XLAS) - logs

@@ -122,7 +122,8 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
     """`estimate` by such data."""
     if problem.flops == 0:
         return None
-    found = features(problem, target)
+    # The trees see the problem as on the default device, so that estimates follow a device's rates.
+    floor, found = features(problem, target).floor, features(problem, DEFAULT_CUDA)
     spread, ranges = of.classes.get(f"{problem.op}: {found.name}", (math.inf, np.zeros((0, 2))))
     if math.isinf(spread) or not set(found.kinds) <= set(of.kinds):
         return None
@@ -132,7 +133,7 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
     ):
         return None
     factor = float(of.trees.factors(rows([(problem, found)], of.kinds))[0])
-    return Estimate(found.floor * factor, max(_LEAST_UNCERTAINTY, spread))
+    return Estimate(floor * factor, max(_LEAST_UNCERTAINTY, spread))
 
 
 class _Share(NamedTuple):

@@ -288,4 +288,4 @@ def test_the_model_waits_for_loads_where_few_stages_hold_them() -> None:
 
     assert seconds(long, 2) > seconds(long, 3) > seconds(long, 8)
     assert seconds(long, 2, workers=132) > seconds(long, 8, workers=132)
-    assert seconds(short, 2) == seconds(short, 8)
+    assert seconds(short, 2) == pytest.approx(seconds(short, 8), rel=0.1)
