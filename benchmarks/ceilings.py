@@ -1,15 +1,24 @@
-"""What a GPU reaches in the same run: a matrix product of random data, and a copy."""
+"""What a GPU reaches in the same run: a matrix product of random data, and a copy.
+
+python -m benchmarks.ceilings
+
+prints the rates of the cost model (`jax_splitk/kernels/cost_models/DEVICE.json`) that follow from them.
+"""
 
 import dataclasses
 import functools
+import json
+import sys
 
 import jax
 from jax import numpy as jnp
 
 from benchmarks import timing
+from jax_splitk.runtime.target import target_for
 
 SIDE = 8192
 COPIED_BYTES = 2**30
+CLOCK_FLOPS = 4096  # of a multiprocessor's tensor cores, of 16 bits, by the data sheet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +33,10 @@ class Ceilings:
     def share(self, flops: float, bytes_moved: float, us: float) -> float:
         """Of the rate that bounds so many operations and bytes, what a time in microseconds reaches."""
         return max(flops / self.flops, bytes_moved / self.bytes) / us * 1e6
+
+    def rates(self, cores: int) -> dict[str, float]:
+        """Rates of the cost model, for a device of so many multiprocessors."""
+        return {"tensor_clock": self.flops / (CLOCK_FLOPS * cores), "memory_bytes": self.bytes}
 
 
 @functools.cache
@@ -40,3 +53,16 @@ def measured() -> Ceilings | None:
 def _seconds(function: timing.Function, input_sets: timing.InputSets) -> float:
     compiled = jax.jit(function).lower(*input_sets[0]).compile()
     return timing.compare({"": compiled}, input_sets, rounds=3)[""].us * 1e-6
+
+
+def main() -> int:
+    found, target = measured(), target_for("cuda")
+    if found is None:
+        print("no GPU", file=sys.stderr)
+        return 1
+    print(json.dumps({target.device_kind: found.rates(target.cores)}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

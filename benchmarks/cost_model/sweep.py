@@ -1,6 +1,6 @@
 """Times of random problems' candidates, which the cost models are fitted to. See README.md of benchmarks.
 
-python -m benchmarks.cost_model.sweep OUT.jsonl [--earlier FILE ...] [--seed 1] [--seconds 540]
+python -m benchmarks.cost_model.sweep OUT.jsonl [--earlier FILE ...] [--seed 1] [--seconds 540] [--explore]
 
 Each problem is a line of OUT as soon as it is measured, so that a run that is cut off loses one at most. Problems that
 OUT or an earlier file has are passed over. While the device runs one problem's candidates, those of the next are
@@ -42,6 +42,9 @@ SEED = 1  # what the shipped constants are fitted to; benchmarks.cost_model.eval
 AHEAD = 6  # problems whose candidates compile while the device is busy
 PREPARING = 3  # of them at a time: the last kernels of one leave cores idle
 BEST, RANDOM = 5, 4
+# With --explore: the model's best, and configs that it does not propose, up to so many steps away from what it does.
+EXPLORED_BEST, EXPLORED, STEPS = 2, 8, 4
+FAR = 4.0  # times the best estimate: what is expected to take longer is not timed
 CPU_FLOPS = 2e8
 
 
@@ -59,6 +62,35 @@ def chosen(problem: Problem, target: Target, rng: np.random.Generator) -> list[C
         step = Candidate(family, steps[int(rng.integers(len(steps)))]) if steps else candidate
         found.append(step if _is_legal(step, problem, target) else candidate)
     return list(dict.fromkeys(found))
+
+
+def explored(problem: Problem, target: Target, rng: np.random.Generator) -> list[Candidate]:
+    """What is measured with --explore: the model's best few, and configs that it does not propose. Each of these is
+    some random steps away from a proposed one, with any family as likely as another; with the model's estimates of
+    untimed configs nothing else tells whether they are right."""
+    ranking = ranked(key_for(problem, target))
+    families = list(dict.fromkeys(candidate.family for candidate in ranking))
+    proposed, found = set(ranking), list[Candidate]()
+    for _ in range(8 * EXPLORED if families else 0):
+        family = families[int(rng.integers(len(families)))]
+        assert family is not None
+        of_family = [c.config for c in ranking if c.family is family]
+        config = of_family[int(rng.integers(len(of_family)))]
+        for _ in range(int(rng.integers(1, STEPS + 1))):
+            steps = family.neighbours(problem, config, target)
+            steps = [c for c in steps if _is_legal(Candidate(family, c), problem, target)]
+            config = steps[int(rng.integers(len(steps)))] if steps else config
+        if (candidate := Candidate(family, config)) not in proposed:
+            found.append(candidate)
+    best = [_seconds(candidate, problem, target) for candidate in ranking[:1]]
+    new = [c for c in dict.fromkeys(found) if _seconds(c, problem, target) < FAR * best[0]]
+    return [*ranking[:EXPLORED_BEST], *new[:EXPLORED]]
+
+
+def _seconds(candidate: Candidate, problem: Problem, target: Target) -> float:
+    """Predicted."""
+    assert candidate.family is not None
+    return candidate.family.estimate(problem, candidate.config, target)
 
 
 def _is_legal(candidate: Candidate, problem: Problem, target: Target) -> bool:
@@ -112,7 +144,8 @@ class Sweep:
 
     def prepared(self, index: int, problem: Problem) -> list[Candidate]:
         """The candidates, whose code is compiled."""
-        candidates = chosen(problem, self.target, np.random.default_rng([self.options.seed, index, 1]))
+        draw = explored if self.options.explore else chosen
+        candidates = draw(problem, self.target, np.random.default_rng([self.options.seed, index, 1]))
         # An error comes again where the candidate is measured.
         with contextlib.suppress(Exception):
             plans = [candidate.plan(problem) for candidate in candidates]
@@ -167,6 +200,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="after which no problem is begun; 540")
     parser.add_argument("--problems", type=int, default=10**9, metavar="N", help="at most so many")
     parser.add_argument("--ops", nargs="+", choices=problems.OPERATIONS, default=problems.OPERATIONS)
+    parser.add_argument("--explore", action="store_true", help="time configs that the model does not propose")
     default = problems.MAX_FLOPS if report.on_gpu() else CPU_FLOPS
     parser.add_argument("--max-flops", type=float, default=default, help="of a problem")
     options = parser.parse_args(argv)

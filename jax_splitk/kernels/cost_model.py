@@ -1,41 +1,106 @@
-"""Constants of the cost models: data, `cost_models/DEVICE.json`, which `python -m benchmarks.cost_model.fit` makes.
+"""From a kernel's work to its time: rates of the device, the same for all kernels, and a residual that was learned.
 
-    {"families": {NAME: {"uncertainty": {CLASS: ...}, "constants": {FIELD: ...}}},
-     "xla": {OPERATION: {"weights": {FEATURE: ...},
-                         "classes": {CLASS: {"uncertainty": ..., "ranges": {SIZE: [low, high]}}}}}}
+    seconds = (the longest of what a multiprocessor's units and the memory need, and a part of the others'
+               + what nothing hides) * residual
 
-An uncertainty is how far the logarithm of an estimate usually lies from that of the time (its standard deviation).
-Classes are those of `xla.features`.
+Both are data of the package, made by `python -m benchmarks.cost_model.fit`. `cost_models/DEVICE.json` has a device's
+rates, `cost_models/residual.npz` trees for all devices. They see what each unit needs of the whole, the config's and
+the problem's numbers.
 """
 
 import dataclasses
 import functools
 import json
 import math
+import operator
 import pathlib
 import re
-import typing
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from jax_splitk.runtime.target import Target
+import numpy as np
+from jax import numpy as jnp
+
+from jax_splitk.kernels import forest
+from jax_splitk.kernels.work import Work
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "cost_models"
-# Whose constants are taken on devices that have none of their own.
+RESIDUAL = "residual.npz"
+# Whose rates are taken on devices that have none of their own.
 _DEFAULTS = {"cuda": "NVIDIA H200", "cpu": "cpu"}
-# Rates of device memory against those of the device whose constants are taken, by the data sheets (an H200: 4.8 TB/s).
-# Copies ran at 3.0 TB/s on an H100, at 4.3 on an H200.
+# Rates of device memory against those of the device whose rates are taken, by the data sheets (an H200: 4.8 TB/s).
 _MEMORY_SHARES = {
-    "NVIDIA H100 80GB HBM3": 3.35 / 4.8,
     "NVIDIA H100 NVL": 3.94 / 4.8,
     "NVIDIA H100 PCIe": 2.04 / 4.8,
     "NVIDIA H800": 3.35 / 4.8,
 }
-MEMORY_RATE = "hbm_bytes_per_second"  # a constant of every family that has one
-# Of estimates that nothing is known about.
+# The uncertainty of a family of the package that nothing was measured of.
 UNKNOWN = 0.3
+CONFIG_NUMBERS, PROBLEM_NUMBERS = 11, 10  # that the residual sees
 
-_T = TypeVar("_T")
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second, or how long things take, in seconds.
+
+    Attributes:
+      tensor_clock: clocks of a multiprocessor's tensor cores (4,096 operations of 16 bits each).
+      shared_bytes, l2_bytes: of a multiprocessor's shared memory, and that it loads from the L2.
+      instructions: that a multiprocessor issues.
+      row_seconds: of a line that TMA loads.
+      wait_seconds: of a load that nothing hides.
+      turn_seconds: of a barrier, or a product that waits for another.
+      memory_bytes: of device memory, read or written.
+      wave_seconds: of filling a pipeline.
+      store_bytes: of fp32 sums, by a multiprocessor.
+      partial_bytes: of partial sums, which the L2 holds for the most part.
+      launch_seconds, reduce_seconds: of a kernel, and of one more.
+      cluster_seconds: of each thread block of a cluster but the first.
+      shadow: part that the longest does not hide of what the other units need.
+      memory_shadow: the same of device memory and the units.
+    """
+
+    tensor_clock: float
+    shared_bytes: float
+    l2_bytes: float
+    instructions: float
+    row_seconds: float
+    wait_seconds: float
+    turn_seconds: float
+    memory_bytes: float
+    wave_seconds: float
+    store_bytes: float
+    partial_bytes: float
+    launch_seconds: float
+    reduce_seconds: float
+    cluster_seconds: float
+    shadow: float
+    memory_shadow: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRates:
+    """What a core of a CPU does in a second, or how long things take, in seconds.
+
+    Attributes:
+      row_rate, column_rate: elements of the two operands that are loaded; see `kernels.host`.
+      flops: operations.
+      sum_bytes: of partial sums that are added.
+      task_seconds, call_seconds: of a task and of a call, however small.
+    """
+
+    row_rate: float
+    column_rate: float
+    flops: float
+    sum_bytes: float
+    task_seconds: float
+    call_seconds: float
 
 
 def path_for(device_kind: str) -> pathlib.Path:
@@ -43,81 +108,199 @@ def path_for(device_kind: str) -> pathlib.Path:
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) + ".json")
 
 
-@functools.cache
-def path_of(platform: str, device_kind: str) -> pathlib.Path:
-    """The file that a device takes its constants from: its own or, where it has none, its platform's usual device's."""
-    path = path_for(device_kind)
-    return path if path.is_file() else path_for(_DEFAULTS.get(platform, _DEFAULTS["cuda"]))
+def _owner(platform: str, device_kind: str) -> str:
+    """The device whose rates are taken: itself or, where it has none, its platform's usual one."""
+    return device_kind if path_for(device_kind).is_file() else _DEFAULTS.get(platform, _DEFAULTS["cuda"])
 
 
 @functools.cache
-def memory_share(platform: str, device_kind: str) -> float | None:
-    """The rate of its memory against that of the device whose constants it takes; None where nothing is known, as of a
-    device that has a file of its own."""
-    own = path_of(platform, device_kind) == path_for(device_kind)
-    return None if own else _MEMORY_SHARES.get(device_kind)
-
-
-@functools.cache
-def model_of(platform: str, device_kind: str) -> Mapping[str, Any]:
-    """The data of the file that a device takes its constants from.
-
-    Raises:
-      ValueError: the package's file is damaged.
-    """
-    path = path_of(platform, device_kind)
+def rates(platform: str, device_kind: str) -> Any:
+    """A device's `Rates`, or `HostRates` of a CPU. Raises ValueError for a damaged file of the package."""
+    owner = _owner(platform, device_kind)
+    path = path_for(owner)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data["families"], dict) or not isinstance(data["xla"], dict):
-            raise TypeError("families and xla are objects")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        found = rates_from(HostRates if platform == "cpu" else Rates, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); install jax_splitk again") from None
-    return data
+    share = 1.0 if owner == device_kind else _MEMORY_SHARES.get(device_kind, 1.0)
+    return dataclasses.replace(found, memory_bytes=found.memory_bytes * share) if share != 1 else found
+
+
+def rates_from(record: type[Any], values: Any) -> Any:
+    """A record of rates from plain data; raises ValueError for other fields than it has, and for what is no number
+    above 0, TypeError for what is no object."""
+    fields = [field.name for field in dataclasses.fields(record)]
+    if set(dict(values)) != set(fields):
+        raise ValueError(f"fields {', '.join(sorted(set(values) ^ set(fields)))} are missing or unknown")
+    for name in fields:
+        if type(values[name]) not in (int, float) or not 0 < values[name] < math.inf:
+            raise ValueError(f"{name}={values[name]!r}; accepted: numbers above 0")
+    return record(**{name: float(values[name]) for name in fields})
+
+
+# ---- by the rates ----------------------------------------------------------------------------------------------------
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Work))
+_numbers = operator.attrgetter(*_FIELDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """Seconds of some candidates by the rates alone: each an array, one number for each candidate.
+
+    Attributes:
+      seconds: in all.
+      parts: of each unit, of the memory, and of what nothing hides; one row each.
+      work: the numbers of their `Work`s, one row each field.
+    """
+
+    seconds: np.ndarray
+    parts: np.ndarray
+    work: np.ndarray
+
+
+def spent(works: Sequence[Work], of: Rates) -> Spent:
+    """By the rates of a device. Sums are taken in one order, so that they are the same everywhere."""
+    work = np.array([_numbers(each) for each in works], dtype=np.float64).reshape(len(works), len(_FIELDS)).T
+    w = dict(zip(_FIELDS, work, strict=True))
+    units = [
+        w["tensor_clocks"] / of.tensor_clock,
+        w["shared_bytes"] / of.shared_bytes,
+        w["l2_bytes"] / of.l2_bytes,
+        w["instructions"] / of.instructions,
+        w["rows"] * of.row_seconds,
+        w["waits"] * of.wait_seconds,
+        w["turns"] * of.turn_seconds,
+    ]
+    memory = w["memory_bytes"] / (of.memory_bytes * w["memory_share"])
+    longest = functools.reduce(np.maximum, units)
+    busy = longest + of.shadow * (functools.reduce(np.add, units) - longest)
+    ends = [
+        w["waves"] * of.wave_seconds,
+        w["stored_bytes"] / of.store_bytes,
+        w["partial_bytes"] / of.partial_bytes,
+        of.launch_seconds + (w["launches"] - 1) * of.reduce_seconds,
+        (w["cluster"] - 1) * of.cluster_seconds,
+    ]
+    hidden = np.maximum(busy, memory) + of.memory_shadow * np.minimum(busy, memory)
+    return Spent(functools.reduce(np.add, [hidden, *ends]), np.array([*units, memory, *ends]), work)
+
+
+def by_rates(works: Sequence[Work], target: Target) -> list[int]:
+    """The works' numbers, the shortest first by the rates alone; as they were given, where these are equal."""
+    if not works:
+        return []
+    seconds = spent(works, rates(target.platform, target.device_kind)).seconds
+    return np.argsort(seconds, kind="stable").tolist()
+
+
+# ---- the residual ----------------------------------------------------------------------------------------------------
+
+_CODES = {"none": 0.0, "workspace": 1.0, "cluster": 2.0}  # of a config's words
+_QTYPES = tuple(FORMATS)
+
+
+def features(family: int, problem: Problem, configs: Sequence[Any], of: Spent, target: Target) -> np.ndarray:
+    """What the residual sees, float32 [candidates, features]. Nothing but sums, products and quotients, which are the
+    same on every platform.
+
+    Args:
+      family: the number of the candidates' family.
+    """
+    w, count = dict(zip(_FIELDS, of.work, strict=True)), len(configs)
+    flops, moved = float(problem.flops), float(max(1, problem.bytes_moved))
+    rows = [
+        *(of.parts / of.seconds),
+        of.seconds * 1e6,
+        *(w[name] for name in ("waves", "launches", "cluster", "memory_share")),
+        # The padding of tiles, how often operands are loaded, and what is moved besides.
+        flops / (w["tensor_clocks"] * (4096.0 * target.cores) + 1),
+        w["l2_bytes"] * target.cores / w["memory_bytes"],
+        w["partial_bytes"] / w["memory_bytes"],
+        w["memory_bytes"] / moved,
+        w["tensor_clocks"] / w["waves"],
+        w["rows"] / np.maximum(w["l2_bytes"], 1),
+        np.full(count, moved),
+        np.full(count, float(family)),
+        *np.broadcast_to(np.array(_problem_numbers(problem))[:, None], (PROBLEM_NUMBERS, count)),
+        *np.array([_config_numbers(config) for config in configs]).reshape(count, CONFIG_NUMBERS).T,
+    ]
+    return np.array(rows, dtype=np.float32).T
+
+
+def _config_numbers(config: Any) -> list[float]:
+    values = [_CODES.get(v, 0.0) if isinstance(v, str) else float(v) for v in vars(config).values()]
+    return (values + [-1.0] * CONFIG_NUMBERS)[:CONFIG_NUMBERS]
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem_numbers(problem: Problem) -> list[float]:
+    def item(dtype: str) -> int:
+        return jnp.dtype(dtype).itemsize
+
+    if isinstance(problem, QuantizedMatmulProblem):
+        p = problem
+        of = [p.rows, p.k, p.features, p.bits, _QTYPES.index(p.qtype), p.group_size, item(p.x_dtype)]
+        of += [item(p.out_dtype), p.zero_dtype != "none"]
+    elif isinstance(problem, DotProblem):
+        p = problem
+        of = [p.m, p.n, p.k, p.batch, "kmn".index(p.lhs_order[-1]), "kmn".index(p.rhs_order[-1])]
+        of += [item(p.dtype), item(p.out_dtype)]
+    elif isinstance(problem, ConvProblem):
+        p = problem
+        of = [*p.group_channels, p.taps, math.prod(p.output_spatial), math.prod(p.window_strides), p.rank]
+        of += [item(p.dtype), item(p.out_dtype), p.batch, math.prod(p.lhs_dilation) * math.prod(p.rhs_dilation)]
+    else:
+        of = []
+    return [float(value) for value in of] + [0.0] * (PROBLEM_NUMBERS - len(of))
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """The trees, the families whose times they have seen, and how far the logarithms of these families' estimates
+    usually lie from those of times that a fit has not seen (their standard deviation)."""
+
+    trees: forest.Forest
+    families: tuple[str, ...]
+    spreads: tuple[float, ...]
 
 
 @functools.cache
-def constants(record: type[_T], family: str, platform: str, device_kind: str) -> _T:
-    """A family's constants on a device. Raises ValueError for a damaged file of the package."""
-    found = model_of(platform, device_kind)["families"].get(family)
+def residual(folder: pathlib.Path) -> Residual:
+    """What is learned. Raises ValueError for a damaged file of the package."""
+    trees, others = forest.read(folder / RESIDUAL)
     try:
-        return on_device(record_of(record, found["constants"]), platform, device_kind)
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"constants of {family} for {device_kind} in {FOLDER}: {error}; install jax_splitk again"
-        ) from None
+        return Residual(trees, tuple(map(str, others["families"])), tuple(map(float, others["spreads"])))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / RESIDUAL} is damaged ({error}); install jax_splitk again") from None
 
 
-def on_device(costs: _T, platform: str, device_kind: str) -> _T:
-    """Constants of the device whose file it is, as those of one that takes them from there."""
-    share, rate = memory_share(platform, device_kind), getattr(costs, MEMORY_RATE, None)
-    if share is None or rate is None:
-        return costs
-    rate = {key: each * share for key, each in rate.items()} if isinstance(rate, dict) else rate * share
-    return dataclasses.replace(costs, **{MEMORY_RATE: rate})  # pyright: ignore[reportArgumentType]
+def estimates(
+    family: str, problem: Problem, configs: Sequence[Any], works: Sequence[Work], target: Target
+) -> list[float]:
+    """Predicted seconds of a family's configs, which have these works. Of a family that the residual has not seen by
+    the rates alone."""
+    if not configs:
+        return []
+    by_rates, learned = spent(works, rates(target.platform, target.device_kind)), residual(FOLDER)
+    if family not in learned.families:
+        return by_rates.seconds.tolist()
+    seen = features(learned.families.index(family), problem, configs, by_rates, target)
+    return (by_rates.seconds * learned.trees.factors(seen)).tolist()
 
 
-def record_of(record: type[_T], values: Mapping[str, Any]) -> _T:
-    """A record of constants from plain data; raises ValueError for other fields than it has, and for what is no such
-    number."""
-    fields = {field.name: field.type for field in dataclasses.fields(record)}  # pyright: ignore[reportArgumentType]
-    if set(values) != set(fields):
-        raise ValueError(f"fields {', '.join(sorted(set(values) ^ set(fields)))} are missing or unknown")
-    return record(**{name: _value(name, values[name], kind) for name, kind in fields.items()})
+def uncertainty(family: str, target: Target) -> float:
+    """How far the logarithms of a family's estimates usually lie from those of the times: `UNKNOWN` on a CPU, infinite
+    of a family that the package does not have, whose estimates may say no more than an order."""
+    if target.platform != "cuda":
+        return UNKNOWN
+    learned = residual(FOLDER)
+    if family not in learned.families:
+        return math.inf
+    return learned.spreads[learned.families.index(family)]
 
 
-def _value(name: str, value: Any, kind: Any) -> Any:
-    """A number, or a table of them whose keys are integers or names."""
-    if typing.get_origin(kind) is dict:
-        of_key, of_value = typing.get_args(kind)
-        return {of_key(key): _value(f"{name}[{key}]", each, of_value) for key, each in value.items()}
-    valid = type(value) is int if kind is int else type(value) in (int, float)
-    if not valid or not (0 <= value < math.inf and (value or kind is int)):
-        raise ValueError(f"{name}={value!r}; accepted: numbers above 0, or integers of at least 0 for a count")
-    return kind(value)
-
-
-def uncertainty(family: str, name: str, target: Target) -> float:
-    """Of a family's estimates of a class of problems on a device: `UNKNOWN` where none was measured, and infinite of a
-    family without data, as those from outside of the package, whose estimates may say no more than an order."""
-    found = model_of(target.platform, target.device_kind)["families"].get(family)
-    return math.inf if found is None else float(found["uncertainty"].get(name, UNKNOWN))
+def memory_share(target: Target) -> float:
+    """The rate of a GPU's memory against that of an H200."""
+    of, usual = (rates("cuda", kind) for kind in (target.device_kind, DEFAULT_CUDA.device_kind))
+    return of.memory_bytes / usual.memory_bytes

@@ -3,12 +3,13 @@
 import abc
 import copy
 import dataclasses
-import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from jax_splitk.kernels import cost_model, xla
+from jax_splitk.kernels import cost_model
 from jax_splitk.kernels.device.structs import Struct, Values, declarations
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem, nbytes
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
@@ -17,6 +18,9 @@ from jax_splitk.runtime.target import Target, hopper_refusal
 
 _Problem = TypeVar("_Problem")
 _Config = TypeVar("_Config")
+
+# Candidates that are told apart by more than the rates: looking at thousands takes a tenth of a second.
+_PROMISING = 128
 
 # JAX's platform on which an implementation runs.
 _PLATFORMS = {"cutlass": "cuda", "host": "cpu"}
@@ -39,13 +43,10 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     ABI: int
     competes: ClassVar[bool] = True
 
-    def __init__(self, config: type[_Config], costs: type[Any] | None = None, name: str | None = None) -> None:
-        """With a frozen dataclass of its configs, and one of its cost model's constants, if those are data of the
-        package (see `cost_model`); and with its name, where its class has none."""
+    def __init__(self, config: type[_Config], name: str | None = None) -> None:
+        """With a frozen dataclass of its configs; and with its name, where its class has none."""
         self.name = self.traced_as = name or self.name
         self.Config = config
-        self.Costs = costs
-        self._costs: Any = None
 
     def __repr__(self) -> str:
         return self.name
@@ -104,21 +105,30 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         """Predicted seconds."""
 
-    def costs(self, target: Target) -> Any:
-        """The constants of its estimates on `target`, a `Costs`."""
-        if self._costs is None and self.Costs is not None:
-            return cost_model.constants(self.Costs, self.name, target.platform, target.device_kind)
-        return None if self._costs is None else self._costs(target.platform, target.device_kind)
+    def estimates(self, problem: _Problem, configs: Sequence[_Config], target: Target) -> list[float]:
+        """Predicted seconds of each of some configs."""
+        return [self.estimate(problem, config, target) for config in configs]
 
-    def with_costs(self, costs: Any) -> "Family[_Problem, _Config]":
-        """The family with these constants, of the device whose file they come from; for those who fit them."""
-        other = copy.copy(self)
-        other._costs = functools.cache(functools.partial(cost_model.on_device, costs))
-        return other
+    def by_estimate(self, problem: _Problem, configs: Iterable[_Config], target: Target) -> list[_Config]:
+        """The configs, the fastest first by the estimates; as they were given, where these are equal."""
+        found = list(dict.fromkeys(configs))
+        seconds = dict(zip(found, self.estimates(problem, found, target), strict=True))
+        return sorted(found, key=seconds.__getitem__)
+
+    def best_of_each(
+        self, problem: _Problem, groups: Iterable[Iterable[_Config]], count: int, target: Target
+    ) -> list[_Config]:
+        """The fastest `count` of each group by the estimates, all in one order."""
+        listed = [list(group) for group in groups]
+        ranked = self.by_estimate(problem, itertools.chain.from_iterable(listed), target)
+        place = {config: i for i, config in enumerate(ranked)}
+        kept = {i for group in listed for i in sorted({place[config] for config in group})[:count]}
+        return [ranked[i] for i in sorted(kept)]
 
     def uncertainty(self, problem: Any, target: Target) -> float:
         """How far the logarithms of its estimates usually lie from those of the times (their standard deviation)."""
-        return cost_model.uncertainty(self.name, xla.class_of(problem), target)
+        del problem
+        return cost_model.uncertainty(self.name, target)
 
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
         """Bytes of the custom call's last result, which it may use as it likes."""
@@ -188,12 +198,37 @@ class CudaFamily(Family[_Problem, _Config]):
         return DevicePlan(self.source(*given), self.buffers(*given), self.maps(*given), self.launches(*given), label)
 
 
+class ModelledFamily(CudaFamily[_Problem, _Config]):
+    """Kernels of the package, whose times its cost model predicts from their work."""
+
+    @abc.abstractmethod
+    def work(self, problem: _Problem, config: _Config, target: Target) -> Work:
+        """What the kernels have to do."""
+
+    def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
+        return self.estimates(problem, [config], target)[0]
+
+    def estimates(self, problem: Any, configs: Sequence[_Config], target: Target) -> list[float]:
+        works = [self.work(problem, config, target) for config in configs]
+        return cost_model.estimates(self.name, problem, configs, works, target)
+
+    def by_estimate(self, problem: Any, configs: Iterable[_Config], target: Target) -> list[_Config]:
+        """Only the most promising by the rates alone are ranked by all that is known; the others follow."""
+        found = list(dict.fromkeys(configs))
+        works = [self.work(problem, config, target) for config in found]
+        order = cost_model.by_rates(works, target)
+        first = [found[i] for i in order[:_PROMISING]]
+        seconds = cost_model.estimates(self.name, problem, first, [works[i] for i in order[:_PROMISING]], target)
+        ranked = sorted(range(len(first)), key=seconds.__getitem__)
+        return [*(first[i] for i in ranked), *(found[i] for i in order[_PROMISING:])]
+
+
 class Translated(Family[_Problem, _Config]):
     """A family whose problems are those of another one, with its configs, estimates and kernels."""
 
-    def __init__(self, inner: Family[Any, _Config], name: str | None = None, costs: type[Any] | None = None) -> None:
+    def __init__(self, inner: Family[Any, _Config], name: str | None = None) -> None:
         """With the other family."""
-        super().__init__(inner.Config, costs, name)
+        super().__init__(inner.Config, name)
         self.inner, self.implementation, self.ABI = copy.copy(inner), inner.implementation, inner.ABI
         self.inner.traced_as = self.name
 
@@ -220,7 +255,14 @@ class Translated(Family[_Problem, _Config]):
         return self.inner.swept(config, splits)
 
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
-        return self.inner.estimate(self.translated(problem), config, target)
+        return self.estimates(problem, [config], target)[0]
+
+    def estimates(self, problem: Any, configs: Sequence[_Config], target: Target) -> list[float]:
+        inner, translated = self.inner, self.translated(problem)
+        if not isinstance(inner, ModelledFamily):
+            return inner.estimates(translated, configs, target)
+        works = [inner.work(translated, config, target) for config in configs]
+        return cost_model.estimates(self.name, problem, configs, works, target)
 
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
         return self.inner.workspace_bytes(self.translated(problem), config)

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, TypeVar
 
+from jax_splitk.kernels.cost_model import HostRates, rates
 from jax_splitk.kernels.family import Family
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
@@ -24,25 +25,6 @@ _RUN = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
-    """Constants of the cost model, of one core.
-
-    Attributes:
-      row_rate, column_rate: elements of the two operands that are loaded in a second.
-      flops: a second.
-      sum_bytes: a second, of partial sums that are added.
-      task_seconds, call_seconds: of a task and of a call, however small.
-    """
-
-    row_rate: float
-    column_rate: float
-    flops: float
-    sum_bytes: float
-    task_seconds: float
-    call_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Product:
     """What is multiplied, [rows, k] by [k, columns] for each group, and how the work is cut.
 
@@ -52,6 +34,7 @@ class Product:
       depth: how much of k is loaded at a time.
       row_block: rows of a task.
       span: 1, or as many parts of a group's rows and columns, of which the result has only those that meet their own.
+      row_cost, column_cost: times as long as a plain element takes to load, of the operands' elements.
     """
 
     rows: int
@@ -62,6 +45,8 @@ class Product:
     depth: int
     row_block: int
     span: int = 1
+    row_cost: float = 1.0
+    column_cost: float = 1.0
 
     @property
     def tasks(self) -> int:
@@ -87,17 +72,19 @@ class Product:
         slot_bytes = 4 * (self.depth * (_TILE_COLUMNS + _CHUNK) + sums)
         return _ALIGN + self.partial_bytes + self.slots * slot_bytes
 
-    def seconds(self, target: Target, costs: Costs) -> float:
-        """The largest task as often as one thread has its turn, then the sum of the partial sums."""
+    def seconds(self, target: Target) -> float:
+        """Predicted: the largest task as often as one thread has its turn, then the sum of the partial sums."""
+        of: HostRates = rates(target.platform, target.device_kind)
         rows, columns = min(self.row_block, self.rows), min(_TILE_COLUMNS, self.columns)
         products = _rounded_up(rows, _ROWS_AT_ONCE) * _rounded_up(columns, _TILE_COLUMNS // 2)
-        each = rows / costs.row_rate + columns / costs.column_rate + 2 * products / costs.flops
-        task = costs.task_seconds + ceil_div(self.k, self.splits) * each
+        loads = rows * self.row_cost / of.row_rate + columns * self.column_cost / of.column_rate
+        each = loads + 2 * products / of.flops
+        task = of.task_seconds + ceil_div(self.k, self.splits) * each
         rounds = ceil_div(self.tasks, max(1, min(target.cores, self.slots)))
         sums = 0.0
         if self.splits > 1:
-            sums = costs.task_seconds + 2 * self.partial_bytes / (costs.sum_bytes * min(target.cores, 4))
-        return costs.call_seconds + rounds * task + sums
+            sums = of.task_seconds + 2 * self.partial_bytes / (of.sum_bytes * min(target.cores, 4))
+        return of.call_seconds + rounds * task + sums
 
 
 class HostFamily(Family[_Problem, _Config]):
@@ -119,7 +106,7 @@ class HostFamily(Family[_Problem, _Config]):
         """What the handler is told."""
 
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
-        return self.product(problem, config).seconds(target, self.costs(target))
+        return self.product(problem, config).seconds(target)
 
     def neighbours(self, problem: _Problem, config: Any, target: Target) -> list[Any]:
         """Each of the config's numbers doubled and halved."""

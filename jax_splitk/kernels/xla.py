@@ -1,17 +1,20 @@
-"""An estimate of XLA's time, for choices that nobody measured: a roofline times a product of fitted powers.
+"""An estimate of XLA's time, for choices that nobody measured: a roofline times what was learned.
 
-A problem belongs to a class and has features: some say what it is, and are 1, others are logarithms of its sizes. The
-logarithm of XLA's time over the roofline is a sum of weights times features. Of a class or a kind that the fit has not
-seen, or of sizes beyond those that it has, nothing is known.
+A problem belongs to a class, and is of some kinds and sizes; trees (`cost_models/xla.npz`) give XLA's time over the
+roofline by these. Of a class or a kind that the fit has not seen, or of sizes beyond those that it has, nothing is
+known.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax_splitk.kernels import cost_model
+import numpy as np
+
+from jax_splitk.kernels import cost_model, forest
 from jax_splitk.kernels.wgrad.geometry import bytes_touched
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -27,8 +30,10 @@ _LAUNCH_SECONDS = 5e-6
 _FEW_CHANNELS = 8
 _WIDE = 256  # channels of a group: more make no difference
 _FEW_ROWS = 16
-_MARGIN = 0.7  # beyond the logarithms of sizes that were seen
+_MARGIN = 1.9  # times beyond the sizes that were seen
 _LEAST_UNCERTAINTY = 0.05
+FILE = "xla.npz"
+SIZES = 6  # of a problem, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +44,13 @@ class Features:
       name: of the class.
       floor: seconds, by the rates of arithmetic and memory.
       kinds: what the problem is.
-      sizes: logarithms of its sizes, by name; their weights differ by the first kind.
+      sizes: its sizes, by name, as many for all problems of an operation.
     """
 
     name: str
     floor: float
     kinds: tuple[str, ...]
     sizes: Mapping[str, float]
-
-    def all(self) -> dict[str, float]:
-        """Each feature's value."""
-        own = {f"{name} {self.kinds[0]}": value for name, value in self.sizes.items()}
-        return {"one": 1.0, **dict.fromkeys(self.kinds, 1.0), **self.sizes, **own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Estimate:
 def features(problem: Problem, target: Target) -> Features:
     """What the estimate sees of a problem that is not empty."""
     cores = target.cores / DEFAULT_CUDA.cores
-    memory = cost_model.memory_share(target.platform, target.device_kind)
-    return _FEATURES[problem.op](problem, _Share(cores, cores if memory is None else memory))
+    return _FEATURES[problem.op](problem, _Share(cores, cost_model.memory_share(target)))
 
 
 def class_of(problem: Problem) -> str:
@@ -73,29 +72,68 @@ def class_of(problem: Problem) -> str:
     return features(problem, DEFAULT_CUDA).name if problem.flops else "empty"
 
 
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What a fit to XLA's times gives.
+
+    Attributes:
+      trees: of `rows`.
+      kinds: that the fit has seen.
+      classes: of each, by "operation: name", how far the logarithms of estimates lie from those of times that the fit
+        has not seen (their standard deviation), and the least and the largest of each size.
+    """
+
+    trees: forest.Forest
+    kinds: tuple[str, ...]
+    classes: Mapping[str, tuple[float, np.ndarray]]
+
+
+@functools.cache
+def learned(folder: pathlib.Path) -> Learned:
+    """The package's. Raises ValueError for a damaged file."""
+    trees, others = forest.read(folder / FILE)
+    try:
+        names, spreads, ranges = (others[name] for name in ("classes", "spreads", "ranges"))
+        classes = {str(n): (float(s), r) for n, s, r in zip(names, spreads, ranges, strict=True)}
+        return Learned(trees, tuple(map(str, others["kinds"])), classes)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / FILE} is damaged ({error}); install jax_splitk again") from None
+
+
+def rows(problems: Sequence[tuple[Problem, Features]], kinds: Sequence[str]) -> np.ndarray:
+    """What the trees see of each problem: the operation's number, the roofline, the sizes, and whether it is of each of
+    these kinds."""
+    found = []
+    for problem, of in problems:
+        sizes = [*of.sizes.values(), *[0.0] * SIZES][:SIZES]
+        found.append(
+            [float(_OPERATIONS.index(problem.op)), of.floor * 1e6, *sizes, *(kind in of.kinds for kind in kinds)]
+        )
+    return np.array(found, dtype=np.float32)
+
+
 @functools.lru_cache(maxsize=4096)
 def estimate(problem: Problem, target: Target) -> Estimate | None:
-    """Of XLA's time on a device; None where nothing is known."""
-    model = cost_model.model_of(target.platform, target.device_kind)["xla"].get(problem.op)
-    return None if model is None else estimate_by(model, problem, target)
+    """XLA's time on a GPU; None where nothing is known."""
+    return None if target.platform != "cuda" else estimate_by(learned(cost_model.FOLDER), problem, target)
 
 
-def estimate_by(model: Mapping[str, Any], problem: Problem, target: Target) -> Estimate | None:
-    """`estimate` by an operation's data."""
+def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | None:
+    """`estimate` by such data."""
     if problem.flops == 0:
         return None
-    found = features(problem, target)
-    of_class = model["classes"].get(found.name)
-    if of_class is None or not set(found.kinds) <= model["weights"].keys():
+    # The trees see the problem as on the default device, so that estimates follow a device's rates.
+    floor, found = features(problem, target).floor, features(problem, DEFAULT_CUDA)
+    spread, ranges = of.classes.get(f"{problem.op}: {found.name}", (math.inf, np.zeros((0, 2))))
+    if math.isinf(spread) or not set(found.kinds) <= set(of.kinds):
         return None
-    if any(_is_beyond(found.sizes[name], *of_class["ranges"][name]) for name in found.sizes):
+    if any(
+        not low / _MARGIN <= size <= high * _MARGIN
+        for size, (low, high) in zip(found.sizes.values(), ranges, strict=False)
+    ):
         return None
-    factor = sum(model["weights"][name] * value for name, value in found.all().items())
-    return Estimate(found.floor * math.exp(factor), max(_LEAST_UNCERTAINTY, of_class["uncertainty"]))
-
-
-def _is_beyond(value: float, low: float, high: float) -> bool:
-    return not low - _MARGIN <= value <= high + _MARGIN
+    factor = float(of.trees.factors(rows([(problem, found)], of.kinds))[0])
+    return Estimate(floor * factor, max(_LEAST_UNCERTAINTY, spread))
 
 
 class _Share(NamedTuple):
@@ -127,12 +165,12 @@ def _of_conv(p: ConvProblem, share: _Share) -> Features:
         kind = "few channels" if p.in_channels <= _FEW_CHANNELS else "dense"
     floor = _floor(p, arithmetic, share, bytes_touched(p))
     sizes = {
-        "seconds": math.log(floor / 1e-5),
-        "channels": math.log(min(channels, _WIDE)),
-        "out_channels": math.log(min(out_channels, _WIDE)),
-        "taps": math.log(p.taps),
-        "strides": math.log(math.prod(p.window_strides)),
-        "image": math.log(math.prod(p.output_spatial)),
+        "microseconds": floor * 1e6,
+        "channels": float(min(channels, _WIDE)),
+        "out_channels": float(min(out_channels, _WIDE)),
+        "taps": float(p.taps),
+        "strides": float(math.prod(p.window_strides)),
+        "image": float(math.prod(p.output_spatial)),
     }
     more = ["dilated"] if {*p.lhs_dilation, *p.rhs_dilation} != {1} else []
     more += ["batch groups"] if p.batch_group_count > 1 else []
@@ -149,10 +187,10 @@ def _of_quantized_matmul(p: QuantizedMatmulProblem, share: _Share) -> Features:
     widened = p.out_dtype == "float32"  # XLA multiplies in it
     floor = _floor(p, "exact" if widened else "half", share, p.bytes_moved + 2 * dequantized)
     sizes = {
-        "seconds": math.log(floor / 1e-5),
-        "rows": math.log(p.rows),
-        "k": math.log(p.k),
-        "features": math.log(p.features),
+        "microseconds": floor * 1e6,
+        "rows": float(p.rows),
+        "k": float(p.k),
+        "features": float(p.features),
     }
     more = ["zero points"] if p.zero_dtype != "none" else []
     more += ["widened"] if widened else []
@@ -163,7 +201,7 @@ def _of_quantized_matmul(p: QuantizedMatmulProblem, share: _Share) -> Features:
 def _of_dot_general(p: DotProblem, share: _Share) -> Features:
     arithmetic, majors = _arithmetic(p), p.lhs_order[-1] + p.rhs_order[-1]
     floor, tiles = _floor(p, arithmetic, share, p.bytes_moved), -(-p.m // 128) * -(-p.n // 128) * p.batch
-    sizes = {"seconds": math.log(floor / 1e-5), "tiles": math.log(tiles), "k": math.log(p.k)}
+    sizes = {"microseconds": floor * 1e6, "tiles": float(tiles), "k": float(p.k)}
     kinds = (majors, arithmetic)
     return Features(" ".join(kinds), floor, kinds, sizes)
 
@@ -175,3 +213,4 @@ _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "dot_general": _of_dot_general,
     "quantized_matmul": _of_quantized_matmul,
 }
+_OPERATIONS = tuple(_FEATURES)

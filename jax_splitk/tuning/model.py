@@ -13,7 +13,8 @@ from jax_splitk.runtime.target import Target
 def best_of_family(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[float, Any, int]:
     """(predicted seconds, config or None, number of configs that fit in the workspace)."""
     fitting = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
-    timed = [(family.estimate(problem, config, target), i, config) for i, config in enumerate(fitting)]
+    seconds_of = family.estimates(problem, fitting, target)
+    timed = [(seconds, i, config) for i, (seconds, config) in enumerate(zip(seconds_of, fitting, strict=True))]
     seconds, _, best = min(timed, default=(0.0, 0, None))
     return seconds, best, len(fitting)
 

@@ -72,11 +72,11 @@ def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[
 
 @functools.lru_cache(maxsize=512)  # what is compiled ahead, and the search itself, ask for the same
 def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tuple[tuple[float, Candidate], ...]:
-    found = [
-        (family.estimate(key.problem, candidate.config, key.target), candidate)
-        for family in families
-        for candidate in _allowed(key, workspace_limit, family)
-    ]
+    found: list[tuple[float, Candidate]] = []
+    for family in families:
+        allowed = _allowed(key, workspace_limit, family)
+        seconds = family.estimates(key.problem, [candidate.config for candidate in allowed], key.target)
+        found += zip(seconds, allowed, strict=True)
     return tuple(sorted(found, key=lambda of: of[0]))  # as they were found, where estimates are equal
 
 
@@ -279,8 +279,8 @@ class Search:
             return []
         found = [Candidate(family, config) for config in family.neighbours(problem, candidate.config, target)]
         allowed = [c for c in found if _is_allowed(c, self.key, self._limit)]
-        most = SLOWER_STEP * family.estimate(problem, candidate.config, target)
-        return [c for c in allowed if family.estimate(problem, c.config, target) <= most]
+        own, *seconds = family.estimates(problem, [candidate.config, *(c.config for c in allowed)], target)
+        return [c for c, each in zip(allowed, seconds, strict=True) if each <= SLOWER_STEP * own]
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
         """Times the fastest and XLA once more, in turns, on the device where that can be; by the wall clock only these

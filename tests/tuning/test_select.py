@@ -133,7 +133,7 @@ def test_an_explicit_implementation_takes_the_fastest_that_was_measured(
 
 @pytest.mark.parametrize("case", cases.SMALL_CASES[:6], ids=lambda case: case.name)
 def test_no_workspace_means_one_launch_on_hopper(case: cases.Case) -> None:
-    choice = choose(case.problem("float32"), DEFAULT_CUDA, workspace_limit_bytes=0)
+    choice = choose(case.problem("float32"), DEFAULT_CUDA, implementation="cutlass", workspace_limit_bytes=0)
     assert choice.workspace_bytes == 0
     assert choice.family is not None
     assert len(choice.family.plan(choice.problem, choice.config).launches) == 1

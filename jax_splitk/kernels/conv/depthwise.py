@@ -18,6 +18,7 @@ from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Launch, Pointer
@@ -89,29 +90,6 @@ def _registers(problem: ConvProblem, config: Config) -> int:
     return _window(g) * config.columns * channels + math.prod(g.kernel) + words + 24
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants.
-
-    Attributes:
-      launch_seconds: of a launch, however little there is to do.
-      hbm_bytes_per_second, l2_bytes_per_second: of device memory, and of what is read again.
-      clock: instructions that a lane of a multiprocessor issues in a second.
-      unpack_instructions: of a channel of 16 bits, before it is multiplied; of a tap and of a pixel.
-      load_instructions, store_instructions: of a pixel's word.
-      warp_seconds: of a row, however many warps share the multiprocessor: of waiting for its load.
-    """
-
-    launch_seconds: float
-    hbm_bytes_per_second: float
-    l2_bytes_per_second: float
-    clock: float
-    unpack_instructions: float
-    load_instructions: float
-    store_instructions: float
-    warp_seconds: float
-
-
 class DepthwiseConv(Passes[Config]):
     """One input channel to each output channel."""
 
@@ -164,30 +142,31 @@ class DepthwiseConv(Passes[Config]):
         found = varied(config, columns=near(_COLUMNS, config.columns), rows=near(_ROWS, config.rows))
         return [other for other in found if other != config]
 
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The largest of memory, L2, instructions and waiting, over how full the machine is."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
+        """Of a multiprocessor as full as the machine is."""
         g, channels = _forward(problem), _word_channels(problem)
         window, up = _window(g), g.lhs_dilation[1]
         again = (config.rows + (window - up) / up) / config.rows  # rows above a strip
         read = _read(g, config) * g.lhs_dilation[2] / (config.columns * g.stride[2]) * again * g.kernel[0]
         x_bytes = 4.0 * math.prod((g.batch, *g.size)) * problem.in_channels / channels
-        l2 = (problem.bytes_moved + (read - 1) * x_bytes) / costs.l2_bytes_per_second
-        # Of a thread, for a row of its strip.
+        l2 = problem.bytes_moved + (read - 1) * x_bytes
+        # Instructions of a thread, for a row of its strip. A channel of 16 bits is unpacked first.
         planes, rows = -(-g.kernel[0] // g.lhs_dilation[0]), min(g.stride[1], g.kernel[1])
-        unpack = costs.unpack_instructions * (channels - 1)
+        unpack = 4 * (channels - 1)
         products = math.prod(g.kernel[1:]) * (config.columns * channels / g.lhs_dilation[2] + unpack)
-        loads = rows * _read(g, config) * (costs.load_instructions + unpack)
-        row = planes * (products + loads) + config.columns * up * costs.store_instructions
-        items = _items(problem, config)
-        issued = items * config.rows * again * row / (128 * costs.clock * target.cores)
-        warps = items / 32
+        loads = rows * _read(g, config) * (3 + unpack)
+        row = planes * (products + loads) + config.columns * up * 6
+        warps = _items(problem, config) / 32
         resident = target.cores * min(48, 2048 // (8 * -(-_registers(problem, config) // 8)))
         waves = math.ceil(warps / resident)
-        waiting = waves * config.rows * again * planes * costs.warp_seconds
         partly = waves / (warps / resident)
-        memory = problem.bytes_moved / costs.hbm_bytes_per_second
-        return costs.launch_seconds + max(memory, l2, issued * partly, waiting)
+        return Work(
+            l2_bytes=l2 / target.cores,
+            instructions=partly * warps * config.rows * again * row / target.cores,
+            waits=waves * config.rows * again * planes / 4,
+            memory_bytes=problem.bytes_moved,
+            waves=waves,
+        )
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         g, (strips_h, strips_w) = _forward(problem), _strips(problem, config)
@@ -213,4 +192,4 @@ class DepthwiseConv(Passes[Config]):
         )
 
 
-FPROP, DGRAD = of_both_passes(DepthwiseConv, "depthwise", Config, Costs)
+FPROP, DGRAD = of_both_passes(DepthwiseConv, "depthwise", Config)

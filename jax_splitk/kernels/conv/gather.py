@@ -19,6 +19,7 @@ from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.gather_layout import GatherTile, Layout, Volume, layout_of, volume
 from jax_splitk.kernels.wgrad.geometry import axis_macros
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -43,33 +44,6 @@ class Config(GatherTile):
     """
 
     stages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      launch_seconds: of a launch, however little there is to do.
-      hbm_bytes_per_second: of device memory.
-      clock: a second.
-      tensor_clocks, shared_clocks: for what the tensor cores, and shared memory, would do in one.
-      copy_clocks: of a run of bytes that is copied into shared memory.
-      step_clocks, block_clocks, tile_clocks: of a warpgroup's step that waits for the one before; of a block of rows;
-        of a tile.
-      shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the other.
-    """
-
-    launch_seconds: float
-    hbm_bytes_per_second: float
-    clock: float
-    tensor_clocks: float
-    shared_clocks: float
-    copy_clocks: float
-    step_clocks: float
-    block_clocks: float
-    tile_clocks: float
-    shadow: float
 
 
 @functools.lru_cache(maxsize=4096)
@@ -219,9 +193,7 @@ class Gather(Passes[Config]):
             found.append(dataclasses.replace(config, tile_p=config.tile_p // 2, blocks=config.blocks // 2))
         return found
 
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The larger of memory's time and of the busiest multiprocessor's."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         v = _volume(problem)
         x, together = _layout(v, config), _blocks_per_sm(problem, config)
         steps, tiles = _steps(x), math.prod(_block_counts(v, config)) * -(-v.out_channels // config.tile_n)
@@ -229,13 +201,16 @@ class Gather(Passes[Config]):
         loads = 16 * steps * (1 if x.paired else 2)  # of a 64-row block's warps
         tensor = steps * max(16, config.tile_n / 2)
         shared = loads + steps * config.tile_n / 4 + config.tile_n * 2
-        latency = costs.step_clocks * steps + 4 * config.tile_n + costs.block_clocks  # of a warpgroup's block
-        copies = x.stage_bytes(v, config.images) / x.granule * costs.copy_clocks
-        work = max(costs.tensor_clocks * tensor, costs.shared_clocks * shared, latency / (config.consumers * together))
+        copies = x.stage_bytes(v, config.images) / x.granule
         turns = -(-tiles // (target.cores * together)) * together
-        seconds = turns * (row_blocks * work + copies + costs.tile_clocks) / costs.clock
-        memory = problem.bytes_moved / costs.hbm_bytes_per_second
-        return costs.launch_seconds + max(memory, seconds) + costs.shadow * min(memory, seconds)
+        return Work(
+            tensor_clocks=turns * row_blocks * tensor,
+            shared_bytes=turns * (row_blocks * shared * 128 + x.stage_bytes(v, config.images)),
+            l2_bytes=turns * x.stage_bytes(v, config.images),
+            instructions=turns * (copies + row_blocks * 4 * (loads / 4 + steps + config.tile_n)),
+            turns=turns * row_blocks * (steps + 4 + config.tile_n / 16) / (config.consumers * together),
+            memory_bytes=problem.bytes_moved,
+        )
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -292,8 +267,7 @@ class Gather(Passes[Config]):
 
 @functools.lru_cache(maxsize=512)
 def _ranked(family: Gather, p: ConvProblem, target: Target) -> tuple[Config, ...]:
-    seconds = {c: family.estimate(p, c, target) for c in family._variants(p)}
-    return tuple(sorted(seconds, key=lambda c: seconds[c])[:_MAX_CANDIDATES])
+    return tuple(family.by_estimate(p, family._variants(p), target)[:_MAX_CANDIDATES])
 
 
-FAMILY = Gather(Config, Costs)
+FAMILY = Gather(Config)

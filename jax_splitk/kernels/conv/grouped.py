@@ -22,6 +22,7 @@ from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Launch, MapParam, Pointer, TiledMap, tensor_map_strides
@@ -273,28 +274,8 @@ def _smallest(p: ConvProblem) -> Config:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(passes.BlockCosts):
-    """The cost model's constants.
-
-    Attributes:
-      mma_clocks: of an m16n8k16; of one of half its k two thirds.
-      shared_clocks: of a warp's ldmatrix or stmatrix.
-      issued: instructions of a clock.
-      l2_bytes_per_clock: loaded and stored.
-      step_clocks, chain_clocks: of a warp alone, for its barrier and first load, and for a product after another.
-    """
-
-    mma_clocks: float
-    shared_clocks: float
-    issued: float
-    l2_bytes_per_clock: float
-    step_clocks: float
-    chain_clocks: float
-
-
-def _clocks(p: ConvProblem, config: Config, costs: Costs) -> dict[str, float]:
-    """Clocks of an SM that a thread block's block of rows takes, by what takes them."""
+def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
+    """What a thread block's block of rows takes of an SM."""
     g, t = geometry(forward(p), 3), tiling(p, config)
     planes = -(-g.kernel[0] // g.lhs_dilation[0])  # that meet the one of the output
     units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
@@ -303,15 +284,15 @@ def _clocks(p: ConvProblem, config: Config, costs: Costs) -> dict[str, float]:
     weights = 0 if config.resident else products / (2 * config.strips)
     stores = config.strips * config.units * math.prod(g.lhs_dilation[1:])
     out_bytes = t.warps * stores * UNIT * STRIP * jnp.dtype(p.out_dtype).itemsize
+    moved = planes * t.stage_bytes + out_bytes
     conflicts = math.gcd(g.stride[2], 8)
     return {
-        "mma": costs.mma_clocks * t.warps * products,
-        "shared": t.warps * costs.shared_clocks * (loads * conflicts + weights + stores)
-        + (planes * t.stage_bytes + out_bytes) / 128,
-        "issue": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes) / costs.issued,
-        "l2": (planes * t.stage_bytes + out_bytes) / costs.l2_bytes_per_clock,
-        # Of a warp: for its barrier, its first load, and products that wait for each other.
-        "alone": (costs.step_clocks * planes + costs.chain_clocks * products) / _blocks_per_sm(p, config),
+        "tensor_clocks": t.warps * products,
+        "shared_bytes": t.warps * 512 * (loads * conflicts + weights + stores) + moved,
+        "instructions": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes),
+        "l2_bytes": moved,
+        # Of a warp: its barrier, its first load, and products that wait for each other.
+        "turns": (2 * planes + products / 16) / _blocks_per_sm(p, config),
     }
 
 
@@ -403,7 +384,7 @@ class GroupedConv(Passes[Config]):
         """The best by the model, few of each kind."""
         found = list(self._variants(problem, target)) or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
-        for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
+        for config in self.by_estimate(problem, found, target):
             kind = (config.in_block, config.units, config.strips, config.resident)
             count[kind] += 1
             if count[kind] <= _MAX_OF_KIND:
@@ -446,19 +427,17 @@ class GroupedConv(Passes[Config]):
         found += varied(config, workers=(config.workers // 2, config.workers * 2))
         return found + varied(config, **{field: (value // 2, value * 2) for field, value in halves.items()})
 
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The larger of device memory and the busiest SM's steps."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         t = tiling(problem, config)
         blocks = (config.rows + t.slots - 1) * -(-math.prod(t.tiles) // config.workers)
         sharing = -(-t.blocks * config.workers // target.cores)  # thread blocks of the busiest SM
         together = min(sharing, _blocks_per_sm(problem, config))
-        clocks = sorted(_clocks(problem, config, costs).values())
-        busy = sharing * blocks * (clocks[-1] + costs.shadow * sum(clocks[:-1])) / costs.clock
-        filled = min(1.0, t.blocks * config.workers * together / (2 * target.cores))
-        memory = problem.bytes_moved / (costs.hbm_bytes_per_second[config.in_block] * filled)
-        ramp = costs.ramp_seconds * -(-sharing // together)
-        return costs.launch_seconds + ramp + max(busy, memory) + costs.shadow * min(busy, memory)
+        return Work(
+            **{name: sharing * blocks * value for name, value in _step_work(problem, config).items()},
+            memory_bytes=problem.bytes_moved,
+            memory_share=min(1.0, t.blocks * config.workers * together / (2 * target.cores)),
+            waves=-(-sharing // together),
+        )
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         p = forward(problem)
@@ -512,4 +491,4 @@ def _map(buffer: int, dtype: str, dims: tuple[int, ...], box: tuple[int, ...]) -
     return TiledMap(buffer, dtype, dims, tensor_map_strides(dims, size), box, _SWIZZLES[box[0] * size])
 
 
-FPROP, DGRAD = of_both_passes(GroupedConv, "grouped", Config, Costs)
+FPROP, DGRAD = of_both_passes(GroupedConv, "grouped", Config)

@@ -66,4 +66,4 @@ class ConvHost(HostFamily[ConvProblem, Config]):
         }
 
 
-FPROP, DGRAD = of_both_passes(ConvHost, "host", Config, host.Costs)
+FPROP, DGRAD = of_both_passes(ConvHost, "host", Config)

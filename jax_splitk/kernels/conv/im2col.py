@@ -23,7 +23,6 @@ from jax_splitk.kernels.conv.im2col_config import (
     BARRIER_BYTES,
     IM2COL_LIMITS,
     Config,
-    Costs,
     block_k,
     can_persist,
     row_bytes,
@@ -51,11 +50,13 @@ from jax_splitk.kernels.device.wgmma_tile import (
     ROW_BYTES,
     SHARED_BYTES,
     TILES,
+    lines_of_row,
     tile_refusal,
 )
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import folded, is_matrix_product
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
@@ -217,7 +218,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
             if config.stages >= MIN_STAGES:
                 found += dict.fromkeys((config, self._with_kept_weight(problem, config)))
-        return sorted(found, key=lambda c: self.estimate(problem, c, target))[:_PERSISTENT]
+        return self.by_estimate(problem, found, target)[:_PERSISTENT]
 
     def _with_kept_weight(self, problem: ConvProblem, config: Config) -> Config:
         """With fewer thread blocks and stages, such that each column is a thread block's own and the stages hold whole
@@ -254,31 +255,32 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
             return super().neighbours(problem, config, target)
         return varied(config, stages=[config.stages - 1], swap=[not config.swap])
 
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         if not config.workers:
-            return super().estimate(problem, config, target)
-        costs: Costs = self.costs(target)
+            return super().work(problem, config, target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
-        step = config.step_seconds(costs, keeps_weight=kept)
-        tile = chain * config.waiting_seconds(costs, step, each * chain, 1)
-        tile += phases(problem) * config.handover_seconds(costs)
         by_tma = _is_stored_by_tma(problem, config)
+        stages = config.stage_work(each * chain, each * chain, 1)
+        if kept:
+            of_weight = each * chain * config.taps * config.channels * ROW_BYTES
+            stages["l2_bytes"] -= of_weight
+            stages["shared_bytes"] -= of_weight
+        # Other warps store a tile while the next one is multiplied, a row or a part of one at a time.
+        rows = each * phases(problem) * config.result_rows
         hidden = by_tma or self._stores_itself(problem, config)
-        stores = 0.0 if hidden else phases(problem) * config.store_seconds(costs)
-        boxes = _tma_seconds(problem, config, costs, chain, loads_weight=not kept, stores=by_tma)
-        share = min(1.0, config.workers / target.cores)
-        memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
-        # The first stage is waited for, and the last results.
-        ends = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.epilogue_bytes_per_sm
-        *_, faster, slower = sorted((each * tile, each * stores, each * boxes, memory))
-        return slower + costs.shadow * faster + ends + costs.launch_seconds
+        sums = config.tile_m * config.tile_n * 4
+        return Work(
+            **stages,
+            rows=each * tma_lines(problem, config, chain, loads_weight=not kept, stores=by_tma),
+            turns=0 if hidden else rows / 16,
+            memory_bytes=problem.bytes_moved,
+            memory_share=min(1.0, config.workers / target.cores),
+            stored_bytes=sums * (1 if config.teams > 1 else 1 + each * phases(problem) / 4),  # the last results
+        )
 
-    def box_seconds(self, problem: ConvProblem, config: Config, costs: Costs) -> float:
-        return _tma_seconds(problem, config, costs, 1, loads_weight=True, stores=False)
-
-    def shadow(self, costs: Costs) -> float:
-        return costs.shadow
+    def rows(self, problem: ConvProblem, config: Config) -> float:
+        return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
     def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
         """XLA's matrix products are as fast where tiles fill the machine by themselves."""
@@ -397,25 +399,19 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
 
 
-def _tma_seconds(
-    problem: ConvProblem, config: Config, costs: Costs, stages: int, *, loads_weight: bool, stores: bool
-) -> float:
-    """Predicted of what TMA does for a persistent tile of so many stages, with all its phases: loads and stores, one
-    after the other."""
+def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:
+    """Lines that TMA's rows touch for a tile of so many stages, with all its phases: loads and stores."""
     of, blocks = forward(problem), stages * ROW_BYTES // row_bytes(problem)
 
-    def rows(count: int, pitch: int, least: float = 0.0) -> float:
-        return count * max(least, costs.odd_row_seconds if pitch % 32 else costs.box_row_seconds)
+    def rows(count: int, pitch: int) -> float:
+        return count * lines_of_row(pitch)
 
-    pitch = of.in_channels * jnp.dtype(problem.dtype).itemsize
-    near = not is_matrix_product(of) and pitch * axes(problem)[-1].down <= ROW_BYTES
-    least = costs.near_row_seconds if near else 0.0
-    seconds = rows(blocks * config.pixels, pitch, least)
+    lines = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
     if loads_weight:
-        seconds += rows(blocks * config.taps * config.channels, ROW_BYTES)
+        lines += blocks * config.taps * config.channels
     if stores:
-        seconds += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
-    return seconds
+        lines += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
+    return lines
 
 
 def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
@@ -460,4 +456,4 @@ def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2co
     )
 
 
-FPROP, DGRAD = of_both_passes(Im2colConv, "im2col", Config, Costs)
+FPROP, DGRAD = of_both_passes(Im2colConv, "im2col", Config)

@@ -13,9 +13,8 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.conv.passes import forward
 from jax_splitk.kernels.conv.phases import axes, pixels, tap_counts
-from jax_splitk.kernels.device import split_tile
 from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
-from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, TileCosts
+from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import is_matrix_product
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -26,30 +25,6 @@ BARRIER_BYTES = 256  # at most, of shared memory beside what a launch asks for
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
 # Tiles of two consumers whose sums fit into half of the registers.
 _TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs(split_tile.Costs):
-    """The cost model's constants.
-
-    Attributes:
-      shared_bytes_per_sm: a second, of shared memory, which TMA writes and WGMMA reads.
-      handover_bytes_per_sm: a second, of sums that a persistent thread block leaves to the warps that store them.
-      result_seconds, row_seconds: of what these warps do, of a tile, and of each of its rows of up to 128 bytes,
-        however short they are.
-      box_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads or stores for a persistent
-        thread block; the latter where rows do not begin at multiples of 32 bytes.
-      near_row_seconds: at least, of each row that it loads in im2col mode where a pixel has 128 bytes or fewer, so that
-        rows follow each other.
-    """
-
-    shared_bytes_per_sm: float
-    handover_bytes_per_sm: float
-    result_seconds: float
-    row_seconds: float
-    box_row_seconds: float
-    odd_row_seconds: float
-    near_row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,30 +94,10 @@ class Config(SplitTile):
         room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
         return min(MAX_STAGES, room // self.stage_bytes)
 
-    def step_seconds(self, costs: TileCosts, more_bytes: float = 0.0, *, keeps_weight: bool = False) -> float:
-        """Predicted of a stage: the slowest of the tensor cores, the L2, and shared memory, which TMA writes, and from
-        which each product reads both operands."""
-        assert isinstance(costs, Costs)
-        mma = self.taps * self.tile_m * self.tile_n * ROW_BYTES / costs.mma_flops_per_sm
-        if self.consumers * self.teams * self.blocks_per_sm == 1:
-            mma /= costs.one_warpgroup
-        read = self.taps * self.tile_m // 64 * (64 + self.tile_n) * ROW_BYTES
-        loaded = self.stage_bytes - (self.taps * self.channels * ROW_BYTES if keeps_weight else 0)
-        shared = (read + loaded) / costs.shared_bytes_per_sm
-        return max(mma, shared, (loaded + more_bytes) / costs.l2_bytes_per_sm)
-
-    def handover_seconds(self, costs: Costs) -> float:
-        """Predicted: for so long nothing is multiplied at the end of a tile."""
-        return self.tile_m * self.tile_n * 4 / costs.handover_bytes_per_sm if self.teams == 1 else 0.0
-
     @property
     def result_rows(self) -> int:
         """Of 128 bytes."""
         return self.pixels * -(-self.channels * 2 // ROW_BYTES)
-
-    def store_seconds(self, costs: Costs) -> float:
-        """Predicted: of the warps that store a tile, beside those that multiply."""
-        return costs.result_seconds + self.result_rows * costs.row_seconds
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,11 +1,10 @@
 """What families of forward passes and input gradients share: either is the forward pass of some convolution, with
 strides or with a dilated input."""
 
-import dataclasses
 import functools
 from typing import Any, TypeVar
 
-from jax_splitk.kernels.family import CudaFamily, Family, call_buffers
+from jax_splitk.kernels.family import Family, ModelledFamily, call_buffers
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros
 from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -17,25 +16,7 @@ _Config = TypeVar("_Config")
 _Family = TypeVar("_Family", bound=Family[Any, Any])
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockCosts:
-    """Constants of a cost model that counts clocks of one SM.
-
-    Attributes:
-      launch_seconds, ramp_seconds: of a launch, and of a thread block's first loads.
-      hbm_bytes_per_second: of device memory, by the channels of a thread block's loads.
-      clock: a second.
-      shadow: part of what is shorter than the longest that is not hidden by it; of an SM, and of device memory.
-    """
-
-    launch_seconds: float
-    ramp_seconds: float
-    hbm_bytes_per_second: dict[int, float]
-    clock: float
-    shadow: float
-
-
-class Passes(CudaFamily[ConvProblem, _Config]):
+class Passes(ModelledFamily[ConvProblem, _Config]):
     """Kernels of either pass, or of one."""
 
     def buffers(self, problem: ConvProblem, config: _Config) -> tuple[Buffer, ...]:
@@ -43,9 +24,9 @@ class Passes(CudaFamily[ConvProblem, _Config]):
         return call_buffers(problem, self.workspace_bytes(problem, config))
 
 
-def of_both_passes(family: type[_Family], name: str, *records: type[Any]) -> tuple[_Family, _Family]:
-    """The families of forward passes and of input gradients, with these Config and Costs."""
-    return family(*records, name=f"fprop_{name}"), family(*records, name=f"dgrad_{name}")
+def of_both_passes(family: type[_Family], name: str, config: type[Any]) -> tuple[_Family, _Family]:
+    """The families of forward passes and of input gradients, with this Config."""
+    return family(config, name=f"fprop_{name}"), family(config, name=f"dgrad_{name}")
 
 
 @functools.lru_cache(maxsize=4096)

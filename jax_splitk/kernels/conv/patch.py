@@ -20,7 +20,6 @@ from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, TiledMap
-from jax_splitk.runtime.target import Target
 
 _CHUNK = 64  # elements of a box, along a filter row
 _MULTIPLE = 8  # of elements that TMA's strides are
@@ -127,22 +126,11 @@ class _Products(tma.Tma):
         return lhs if problem.patch == 2 else _windows(p, BOX), rhs
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants.
-
-    Attributes:
-      times: as long as dot_tma's product takes by its model.
-    """
-
-    times: float
-
-
 class Patch(Translated[ConvProblem, Config]):
     """One of the passes: 1 the forward pass, 2 the input gradient, 3 the weight gradient."""
 
     def __init__(self, name: str, patch: int) -> None:
-        super().__init__(_Products(Config, tma.Costs), name, Costs)
+        super().__init__(_Products(Config), name)
         self._patch = patch
 
     def translated(self, problem: ConvProblem) -> _Product:
@@ -153,9 +141,6 @@ class Patch(Translated[ConvProblem, Config]):
             3: (chunk, p.out_channels, pixels, ("bkm", "bkn")),
         }[self._patch]
         return _Product(1, m, n, k, *orders, p.dtype, p.out_dtype, conv=p, patch=self._patch)
-
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        return super().estimate(problem, config, target) * self.costs(target).times
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem

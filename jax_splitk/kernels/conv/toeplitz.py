@@ -21,6 +21,7 @@ from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Launch, Pointer
@@ -215,8 +216,8 @@ def _smallest(p: ConvProblem) -> Config:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
-    """Clocks of an SM that a stage takes, by what takes them."""
+def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
+    """What a stage takes of an SM."""
     g, t = _forward(p), tiling(p, config)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
@@ -225,24 +226,11 @@ def _clocks(p: ConvProblem, config: Config) -> dict[str, float]:
     read = t.in_rows * t.lines * min(8 * t.chunks, g.size[2])
     written = t.out_rows * t.lines * min(8 * config.tiles, g.out[2])
     return {
-        "mma": 1.7 * t.warps * t.products,
-        "shared": 4 * (t.warps * windows + 3 * loaded + 2 * halves * stored),
-        "issue": (t.warps * (t.products + windows + 30) + 12 * loaded + 16 * halves * stored) / 3,
-        "lines": 1.65 * read + 3.05 * halves * written,
+        "tensor_clocks": t.warps * t.products,
+        "shared_bytes": 512 * (t.warps * windows + 3 * loaded + 2 * halves * stored),
+        "instructions": t.warps * (t.products + windows + 30) + 12 * loaded + 16 * halves * stored,
+        "rows": read + 2 * halves * written,
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs(passes.BlockCosts):
-    """The cost model's constants.
-
-    Attributes:
-      latency_clocks: of a stage's loads.
-      turns_shadow: `shadow` of an SM whose warps take turns.
-    """
-
-    latency_clocks: float
-    turns_shadow: float
 
 
 class ToeplitzConv(passes.Passes[Config]):
@@ -322,7 +310,7 @@ class ToeplitzConv(passes.Passes[Config]):
         found = [c for c in self._variants(problem, target) if self.config_refusal(problem, c) is None]
         found = found or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
-        for config in sorted(found, key=lambda config: self.estimate(problem, config, target)):
+        for config in self.by_estimate(problem, found, target):
             kind = (config.channels, config.each, config.tiles, config.tall)
             count[kind] += 1
             if count[kind] <= _MAX_OF_KIND:
@@ -352,20 +340,20 @@ class ToeplitzConv(passes.Passes[Config]):
         others = varied(config, each=(3 - config.each,), turns=(3 - config.turns,), tall=(not config.tall,))
         return [*others, *varied(config, tiles=tiles, **halves)]
 
-    def estimate(self, problem: ConvProblem, config: Config, target: Target) -> float:
-        """The largest of device memory, the busiest SM's stages and their latency."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         t = tiling(problem, config)
         sharing = -(-t.blocks // target.cores)  # thread blocks of the busiest SM
         together = min(sharing, self.blocks_per_sm(problem, config))
-        clocks = sorted(_clocks(problem, config).values())
-        each = clocks[-1] + (costs.shadow if config.turns == 1 else costs.turns_shadow) * sum(clocks[:-1])
         waves = -(-sharing // together)
-        # A stage's loads have as many stages' time as they are ahead.
-        waiting = waves * costs.latency_clocks / config.ahead
-        busy = t.stages * max(sharing * each + waves * _BARRIER_CLOCKS, waiting) / costs.clock
-        memory = problem.bytes_moved / costs.hbm_bytes_per_second[config.channels]
-        return costs.launch_seconds + costs.ramp_seconds * waves + max(busy, memory) + costs.shadow * min(busy, memory)
+        stages = t.stages * sharing
+        return Work(
+            **{name: stages * value for name, value in _stage_work(problem, config).items()},
+            # A stage's loads have as many stages' time as they are ahead.
+            waits=t.stages * waves / config.ahead,
+            turns=t.stages * waves,
+            memory_bytes=problem.bytes_moved,
+            waves=waves,
+        )
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         g, t = _forward(problem), tiling(problem, config)
@@ -393,4 +381,4 @@ class ToeplitzConv(passes.Passes[Config]):
         return (Launch(self.kernel_name(problem), (t.blocks, 1, 1), (32 * t.warps, 1, 1), params, t.shared_bytes),)
 
 
-FPROP, DGRAD = passes.of_both_passes(ToeplitzConv, "toeplitz", Config, Costs)
+FPROP, DGRAD = passes.of_both_passes(ToeplitzConv, "toeplitz", Config)

@@ -22,13 +22,13 @@ from jax_splitk.kernels.device.wgmma_tile import (
     MIN_STAGES,
     ROW_BYTES,
     TILES,
-    TileCosts,
     WgmmaTile,
     depths,
     max_stages,
     tile_refusal,
 )
-from jax_splitk.kernels.family import CudaFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.family import ModelledFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.work import Work
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target, resident_blocks
 
@@ -101,29 +101,6 @@ def operand_map(
     return plan.TiledMap(buffer, dtype, dims, (strides["k"], BOX * item, strides["b"]), box)
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(TileCosts):
-    """The cost model's constants.
-
-    Attributes:
-      hbm_bytes_per_second: of device memory.
-      partial_bytes_per_second: at which partial sums are written and read again.
-      wave_seconds: of filling the pipeline.
-      launch_seconds, reduce_seconds, cluster_seconds: of a launch, of the second kernel, and of sums in a cluster,
-        however little there is to do.
-      cluster_bytes_per_sm, epilogue_bytes_per_sm: a second, of a tile's sums in a cluster, and without splits.
-    """
-
-    hbm_bytes_per_second: float
-    partial_bytes_per_second: float
-    wave_seconds: float
-    launch_seconds: float
-    reduce_seconds: float
-    cluster_seconds: float
-    cluster_bytes_per_sm: float
-    epilogue_bytes_per_sm: float
-
-
 class _Sums(Protocol):
     """A problem of such a family."""
 
@@ -137,7 +114,7 @@ _Problem = TypeVar("_Problem", bound=_Sums)
 _Config = TypeVar("_Config", bound=SplitTile)
 
 
-class SplitTileFamily(CudaFamily[_Problem, _Config]):
+class SplitTileFamily(ModelledFamily[_Problem, _Config]):
     """Kernels of two tensor maps, of A and B."""
 
     def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
@@ -211,12 +188,9 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
 
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
         """Of every tile the best few ways to split by the model."""
-        found: list[_Config] = []
-        for whole in self.whole(problem):
-            splits = self._splits(problem, whole, target)
-            legal = [c for c in splits if self.config_refusal(problem, c) is None]
-            found += sorted(legal, key=lambda c: self.estimate(problem, c, target))[:4]
-        return found
+        tiles = (self._splits(problem, whole, target) for whole in self.whole(problem))
+        legal = ([c for c in splits if self.config_refusal(problem, c) is None] for splits in tiles)
+        return self.best_of_each(problem, legal, 4, target)
 
     def whole(self, problem: _Problem) -> Iterator[_Config]:
         """Candidates before they are split."""
@@ -247,17 +221,11 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         waves = [-(-each * count // at_a_time) for count in range(len(lengths) + 1)]  # that the longest ones begin
         return sum(length * (end - begin) for length, begin, end in zip(lengths, waves, waves[1:], strict=False))
 
-    def box_seconds(self, problem: _Problem, config: _Config, costs: Any) -> float:
-        """Predicted of what TMA does for a stage."""
-        return 0.0
+    def rows(self, problem: _Problem, config: _Config) -> float:
+        """Lines that TMA's rows of a stage touch; see `Work.rows`."""
+        return config.stage_bytes / ROW_BYTES
 
-    def shadow(self, costs: Any) -> float:
-        """Part of what is shorter than the longest of products, loads and memory that is not hidden by it."""
-        return 0.0
-
-    def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: _Problem, config: _Config, target: Target) -> Work:
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
         if config.reduction == "cluster":
@@ -268,20 +236,17 @@ class SplitTileFamily(CudaFamily[_Problem, _Config]):
         waves = -(-blocks // resident)
         chain = -(-self.chains(problem, config)[0] // config.splits)
         together = min(config.blocks_per_sm, -(-blocks // target.cores))
-        step = config.waiting_seconds(costs, config.step_seconds(costs), chain, together)
-        products = steps * step + waves * costs.wave_seconds
-        share = min(1.0, blocks / target.cores)  # of the multiprocessors, which the memory needs all
-        memory = problem.bytes_moved / (costs.hbm_bytes_per_second * share)
-        boxes = steps * self.box_seconds(problem, config, costs)
-        *faster, slowest = sorted((products, memory, boxes))
-        seconds = slowest + self.shadow(costs) * sum(faster) + costs.launch_seconds
-        if config.reduction == "workspace":
-            seconds += costs.reduce_seconds + 2 * self.workspace_bytes(problem, config) / costs.partial_bytes_per_second
-        elif config.reduction == "cluster":
-            seconds += costs.cluster_seconds + config.tile_m * config.tile_n * 4 * waves / costs.cluster_bytes_per_sm
-        else:
-            seconds += config.tile_m * config.tile_n * 4 * waves / costs.epilogue_bytes_per_sm
-        return seconds
+        return Work(
+            **config.stage_work(steps, chain, together),
+            rows=steps * self.rows(problem, config),
+            memory_bytes=problem.bytes_moved,
+            memory_share=min(1.0, blocks / target.cores),
+            waves=waves,
+            stored_bytes=config.tile_m * config.tile_n * 4 * waves,
+            partial_bytes=2 * self.workspace_bytes(problem, config),
+            launches=2 if config.reduction == "workspace" else 1,
+            cluster=config.splits if config.reduction == "cluster" else 1,
+        )
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 

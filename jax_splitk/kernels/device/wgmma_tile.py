@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 ROW_BYTES = 128  # of shared memory: the swizzle; of a stage, for each row and column of the tile
@@ -22,28 +23,6 @@ TILES = (
     *itertools.product((192,), (64, 128, 192)),
     *itertools.product((256,), (64, 128)),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class TileCosts:
-    """The cost model's constants of a stage.
-
-    Attributes:
-      mma_flops_per_sm: a second, of the tensor cores and 16-bit operands.
-      one_warpgroup: part of that rate where a single consumer warpgroup issues.
-      narrow: part of it where several warpgroups share 64 columns: each of their WGMMAs reads 4 KiB of shared memory in
-        32 clocks, all that it gives.
-      l2_bytes_per_sm: a second, loaded by an SM.
-      shadow: part of the shorter of arithmetic and loads that is not hidden by the longer.
-      latency_seconds: from where a stage is free until what is loaded into it is there, but for its bytes' time.
-    """
-
-    mma_flops_per_sm: float
-    one_warpgroup: float
-    narrow: float
-    l2_bytes_per_sm: float
-    shadow: float
-    latency_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,30 +76,20 @@ class WgmmaTile:
         """2 where shared memory and, at 128 registers a thread, the accumulators allow it."""
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
-    def step_seconds(self, costs: TileCosts, more_bytes: float = 0.0) -> float:
-        """Predicted of a stage: the slower of tensor-core and L2 rate, and a part of the other.
-
-        Args:
-          more_bytes: by which its loads are slower than their bytes say.
-        """
-        # Twice as wide elements are multiplied half as fast, and half as many are in a row.
-        mma = self.depth * self.tile_m * self.tile_n * ROW_BYTES / costs.mma_flops_per_sm
-        # A WGMMA's operands are 16 k of 64 rows and of its columns, at 128 bytes of shared memory a clock.
-        mma *= max(1.0, (64 + self.tile_n) / (2 * self.tile_n))
-        if self.consumers == 1:
-            mma /= costs.one_warpgroup
-        elif self.tile_n <= 64:
-            mma /= costs.narrow
-        load = (self.stage_bytes + more_bytes) / costs.l2_bytes_per_sm
-        return max(mma, load) + costs.shadow * min(mma, load)
-
-    def waiting_seconds(self, costs: TileCosts, step: float, chain: int, together: int) -> float:
-        """Predicted of a stage of the multiprocessor, where so many thread blocks share it, of `chain` stages each: its
-        `step`, or what its loads take, of which a thread block has so many under way as it has stages, less `HELD`. The
-        first ones wait for none."""
-        under_way = (self.stages - HELD) * together
-        loads = (costs.latency_seconds + self.stage_bytes / costs.l2_bytes_per_sm) / under_way
-        return step + max(0.0, 1 - self.stages / chain) * max(0.0, loads - step)
+    def stage_work(self, stages: int, chain: int, together: int) -> dict[str, float]:
+        """What a Work has of so many stages of a multiprocessor, which `together` thread blocks share, of `chain` of
+        them each: products, their operands, and loads that are waited for."""
+        # A WGMMA reads 64 rows and its columns.
+        read = self.depth * self.tile_m // 64 * (64 + self.tile_n) * ROW_BYTES
+        # Of the loads of a stage as many are under way as a thread block has stages, less `HELD`. The first ones wait
+        # for none.
+        waiting = max(0.0, 1 - self.stages / chain) / ((self.stages - HELD) * together)
+        return {
+            "tensor_clocks": stages * self.depth * self.tile_m * self.tile_n / 32,
+            "shared_bytes": stages * (read + self.stage_bytes),
+            "l2_bytes": stages * self.stage_bytes,
+            "waits": stages * waiting,
+        }
 
 
 def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
@@ -133,6 +102,13 @@ def depths(tile_m: int, tile_n: int, config: type[WgmmaTile] = WgmmaTile) -> lis
     """Stages that are worth a try: as many as fit one or, where they may share it, two thread blocks of an SM."""
     one, two = (max_stages(tile_m, tile_n, blocks) for blocks in (1, 2))
     return sorted({one, two} if config(tile_m, tile_n, two).blocks_per_sm == 2 else {one})
+
+
+def lines_of_row(pitch: int) -> int:
+    """Lines of 128 bytes that a row of as many touches, where rows are `pitch` bytes apart; two lines in parts of 32
+    bytes count twice."""
+    step = math.gcd(pitch, ROW_BYTES)
+    return 1 if step == ROW_BYTES else 2 if step >= 32 else 4
 
 
 def tile_refusal(tile: WgmmaTile, tiles: Sequence[tuple[int, int]] = TILES) -> str | None:

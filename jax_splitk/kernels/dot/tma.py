@@ -14,7 +14,6 @@ from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
     MAX_FLOAT32_CHAIN,
     MAX_GRID_YZ,
-    Costs,
     SplitTile,
     SplitTileFamily,
     is_whole,
@@ -237,4 +236,4 @@ class Tma(SplitTileFamily[DotProblem, Config]):
         return plan.Pointer(2 * bias), plan.Pointer((2 + bias) * residual)
 
 
-FAMILY = Tma(Config, Costs)
+FAMILY = Tma(Config)

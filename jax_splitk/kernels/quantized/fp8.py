@@ -9,16 +9,14 @@ output's tiles can be cut into ranges, as in quantized_tiled, whose sums meet in
 of two thread blocks with a tile each share the activation by multicast. The result is deterministic.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
 from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, Config, tile_bytes, whole_tiles
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, Config, whole_tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
-from jax_splitk.runtime.target import Target
 
 K_MULTIPLE = 16  # TMA's rows are multiples of 16 bytes
 TILES_M = (128, 256)
@@ -60,34 +58,6 @@ def chunk(problem: QuantizedMatmulProblem, config: Config) -> int:
 def sums(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Sets of partial sums (SUMS in the device code)."""
     return _sets(problem, config, chunk(problem, config))
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs(tiles.Costs):
-    """The cost model's constants.
-
-    Attributes:
-      mma_per_column: clocks of a warpgroup's 64 features and 128 k, for each of the tile's columns.
-      issue: instructions of a warp for 128 k by format, but for what depends on the tile: decoding and the loop.
-      promotion: of a partial sum; half of its instructions read a register less.
-      mma_part, issue_part: neither hides much of the other: both need the registers' ports.
-      block_clocks: of a block of 128 k, besides.
-      in_parts: times a block's clocks with two k_warpgroups, of which more warps hide more.
-      piece_seconds: of a piece of work: its last sums are waited for, and stored.
-      split_piece_seconds: the same where a tile's ranges are a cluster.
-      issue_per_chunk: of each period, by sets of partial sums: waits, too.
-    """
-
-    mma_per_column: float
-    issue: dict[str, float]
-    promotion: float
-    mma_part: float
-    issue_part: float
-    block_clocks: float
-    in_parts: float
-    piece_seconds: float
-    split_piece_seconds: float
-    issue_per_chunk: dict[int, float]
 
 
 class Fp8(tiles.TileFamily):
@@ -142,24 +112,13 @@ class Fp8(tiles.TileFamily):
             found = Config(tile_m, tile_n, 0, 0, multicast=multicast, k_warpgroups=k_warpgroups)
             yield self.deepest(problem, found), (tile_m, tile_n, multicast) == own
 
-    def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
-        """The time of tensor cores and instruction issue together, or that of L2."""
-        costs: Costs = self.costs(target)
+    def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
+        """Sums of a period go onto others, by all of a warpgroup's threads."""
         periods = BLOCK_K // period(problem, config)
-        mma = config.m_warpgroups * costs.mma_per_column * config.tile_n
-        per_chunk = costs.issue_per_chunk[2 if config.warpgroups > 2 else sums(problem, config)]  # others hide it
-        promotion = config.tile_n / 2 * costs.promotion + per_chunk * config.tile_n / chunk(problem, config)
-        issue = config.m_warpgroups * (costs.issue[problem.qtype] + periods * promotion)
-        busy = costs.mma_part * mma + costs.issue_part * issue + costs.block_clocks
-        busy *= costs.in_parts if config.k_warpgroups > 1 else 1
-        load = BLOCK_K * config.tile_n / config.multicast + dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
-        return max(busy, load / costs.l2_bytes_per_clock) / costs.clock, 0.0
-
-    def piece_seconds(self, config: Config, target: Target) -> float:
-        costs: Costs = self.costs(target)
-        if config.splits == 1:
-            return costs.piece_seconds
-        return costs.split_piece_seconds + tile_bytes(config) // config.splits / costs.store_bytes_per_sm
+        promotion = 4 * config.tile_n / 2 * periods
+        decode = 4 * dequantize.INSTRUCTIONS[problem.qtype]
+        chunks = periods * config.tile_n / chunk(problem, config) / sums(problem, config)
+        return 2 * config.m_warpgroups * config.tile_n, config.m_warpgroups * (promotion + decode), 1 + chunks
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
@@ -176,4 +135,4 @@ class Fp8(tiles.TileFamily):
         return plan.TiledMap(buffer=0, dtype="float16", dims=dims, strides=(problem.k,), box=box)
 
 
-FAMILY = Fp8(Config, Costs)
+FAMILY = Fp8(Config)

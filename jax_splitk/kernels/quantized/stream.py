@@ -12,11 +12,12 @@ import itertools
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.structs import Values
-from jax_splitk.kernels.family import CudaFamily, field_refusal
+from jax_splitk.kernels.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
 from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
@@ -123,48 +124,6 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      clock: a second.
-      hbm_bytes_per_second: of device memory.
-      x_bytes_per_sm: a second, of the slice of x, while the first row tiles are loaded.
-      x_bytes_per_sm_hidden: the same up to 16 rows of 16 bits, whose instructions take longer.
-      decode, decode_e4m3: clocks of a tile by format, and of one for products of e4m3.
-      row, row_e4m3: clocks of a tile for each row of x.
-      one_warpgroup: times its tiles: nothing runs while it waits for products.
-      stage: clocks of a stage beside its tiles.
-      waited: more of them where a warpgroup waits for each tile's products (IN_FLIGHT of the device code).
-      fill, fill_e4m3: clocks from a stage's end to its next words.
-      round: clocks at the end of a row tile.
-      sum: more of them for each row of x, warpgroup and block, whose sums are added.
-      one_stage: more of them where the row tile was a single stage.
-      shadow: part of the shorter of memory's and instructions' time that the longer does not hide.
-      launch_seconds: of the kernel, however little there is to do.
-    """
-
-    clock: float
-    hbm_bytes_per_second: float
-    x_bytes_per_sm: float
-    x_bytes_per_sm_hidden: float
-    decode: dict[str, float]
-    decode_e4m3: dict[str, float]
-    row: float
-    row_e4m3: float
-    one_warpgroup: float
-    stage: float
-    waited: float
-    fill: float
-    fill_e4m3: float
-    round: float
-    sum: float
-    one_stage: float
-    shadow: float
-    launch_seconds: float
-
-
 def _by_tma(p: QuantizedMatmulProblem) -> bool:
     """Whether x's rows are whole multiples of 16 bytes, of the type that the tensor cores take."""
     return products(p) == p.x_dtype and p.k * jnp.dtype(p.x_dtype).itemsize % 16 == 0
@@ -192,7 +151,7 @@ def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
     return Values("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
 
 
-class Stream(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
+class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     """Chosen wherever it is legal: XLA writes the dequantized weight to memory and reads it again."""
 
     name = "quantized_stream"
@@ -256,34 +215,29 @@ class Stream(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
         wider = [tile for tile in TILES_N if tile > config.tile_n][:1]
         return found + [dataclasses.replace(config, tile_n=tile) for tile in wider]
 
-    def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest cluster's row tiles, at the memory's rate or that of its instructions."""
-        costs: Costs = self.costs(target)
-        rounds = -(-problem.feature_tiles // config.clusters)
+    def work(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> Work:
+        """Of the busiest cluster's row tiles."""
+        waves = -(-config.clusters * config.cluster // resident_blocks(target, config.cluster))
+        rounds = waves * -(-problem.feature_tiles // config.clusters)
         stages = -(-k_stages(problem, config) // config.cluster)
-        zero = has_zero(problem)
-        e4m3 = products(problem) == "float8_e4m3fn"
-        if e4m3:
-            tile = costs.decode_e4m3[problem.qtype] + costs.row_e4m3 * config.tile_n
-        else:
-            tile = costs.decode[problem.qtype] + costs.row * config.tile_n * (3 if zero else 1)
-        tile *= costs.one_warpgroup if config.warpgroups == 1 else 1
+        zero, e4m3 = has_zero(problem), products(problem) == "float8_e4m3fn"
+        tiles = rounds * stages * stage_tiles(config)
         waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
-        stage = costs.stage + (costs.waited if waited else 0) + stage_tiles(config) * tile
-        # Or as fast as few stages fill.
-        stage = max(stage, ((costs.fill_e4m3 if e4m3 else costs.fill) + stage) / config.stages)
-        end = (
-            costs.round
-            + costs.sum * config.tile_n * (config.warpgroups + config.cluster)
-            + (costs.one_stage if stages == 1 else 0)
-        )
-        busy = rounds * (stages * stage + end) / costs.clock
         sms = min(config.clusters * config.cluster, target.cores)
-        memory = problem.bytes_moved / costs.hbm_bytes_per_second * target.cores / sms * rounds * config.clusters
-        memory /= problem.feature_tiles
-        hidden = not e4m3 and config.tile_n <= WIDEST_OF_FOUR
-        x = x_bytes(problem, config) / (costs.x_bytes_per_sm_hidden if hidden else costs.x_bytes_per_sm)
-        return max(busy, memory) + costs.shadow * min(busy, memory) + x + costs.launch_seconds
+        decode = dequantize.INSTRUCTIONS[problem.qtype] / (2 if e4m3 else 1)
+        return Work(
+            tensor_clocks=tiles * config.tile_n * (3 if zero else 1) / (1 if e4m3 else 0.5),
+            instructions=4 * tiles * (decode + config.tile_n),
+            l2_bytes=tiles * TILE * TILE * problem.bits / 8,
+            waits=rounds * stages / config.stages,
+            turns=rounds
+            * (stages * (2 if waited else 1) + 4 + config.tile_n * (config.warpgroups + config.cluster) / 64),
+            memory_bytes=problem.bytes_moved * rounds * config.clusters / (waves * problem.feature_tiles),
+            memory_share=sms / target.cores,
+            waves=waves,
+            stored_bytes=waves * x_bytes(problem, config),  # of x, while the first row tiles are loaded
+            cluster=config.cluster,
+        )
 
     def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         return 0
@@ -333,4 +287,4 @@ class Stream(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
         return (launch,)
 
 
-FAMILY = Stream(Config, Costs)
+FAMILY = Stream(Config)

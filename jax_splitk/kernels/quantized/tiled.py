@@ -18,13 +18,12 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device.structs import Values
 from jax_splitk.kernels.quantized import tiles
-from jax_splitk.kernels.quantized.dequantize import has_zero, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, tile_bytes, whole_tiles
+from jax_splitk.kernels.quantized.dequantize import INSTRUCTIONS, has_zero, per_channel
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, whole_tiles
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import plan
-from jax_splitk.runtime.target import Target
 
 PREPARE_WARPS = 4
 SUM_PERIOD = 128  # k of a partial sum where there is one scale for all k
@@ -110,36 +109,6 @@ def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Values:
     return Values("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(tiles.Costs):
-    """The cost model's constants. Long runs take up to a tenth longer: the clock falls.
-
-    Attributes:
-      mma_per_column, mma_least: clocks of an m64nNk16 for each of N, and at least.
-      issue: clocks of a scheduler by format, for what a warp issues for a tile of 16 features and 64 k: bit operations
-        take two.
-      issue_scale, issue_folded: more of them with the scaling "weight", and with that of integers.
-      issue_loop: more of them for the loop.
-      few_warps: times as long, where so few warps of a scheduler hide each other's waits.
-      behind_mma, behind_issue: part of the shorter of tensor cores' and issue time that the longer does not hide, by
-        which one is the longer: of issue time the less, the shorter it is.
-      piece_seconds: of a piece of work: its last sums are waited for, and stored.
-      prepare_seconds: of the kernel that prepares x, however small x is.
-    """
-
-    mma_per_column: float
-    mma_least: float
-    issue: dict[str, float]
-    issue_scale: float
-    issue_folded: float
-    issue_loop: float
-    few_warps: dict[int, float]
-    behind_mma: float
-    behind_issue: float
-    piece_seconds: float
-    prepare_seconds: float
-
-
 class Tiled(tiles.TileFamily):
     name = "quantized_tiled"
     ABI = 4
@@ -211,42 +180,23 @@ class Tiled(tiles.TileFamily):
             if (tile_m, tile_n) != (config.tile_m, config.tile_n):
                 yield self.deepest(problem, dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n)), False
 
-    def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
-        """The time of tensor cores and instruction issue, which hide each other in part, or that of L2; the first
-        stage's load comes on top."""
-        costs: Costs = self.costs(target)
-        together = self.together(problem, config, target)
-        warpgroups = config.warpgroups * together
-        mma = 8 * warpgroups * max(config.tile_n * costs.mma_per_column, costs.mma_least)
-        issue = costs.issue[problem.qtype] + costs.issue_loop
-        where = scaling(problem)
-        if where == "weight":
-            issue += costs.issue_folded if FORMATS[problem.qtype].integer else costs.issue_scale
+    def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
+        """The least of a product is that of 16 columns."""
+        where, columns = scaling(problem), config.tile_n / 2 * (2 if has_zero(problem) else 1)
+        issued = 4 * 2 * INSTRUCTIONS[problem.qtype]
+        if where == "weight" and not FORMATS[problem.qtype].integer:
+            issued *= 1.4
         if where == "sum":
-            issue += config.tile_n / 2 * (2 if has_zero(problem) else 1) * 64 / period(problem)
-        issue *= 2 * warpgroups * costs.few_warps.get(warpgroups, 1)
-        busy = mma + costs.behind_mma * issue * issue / mma if mma > issue else issue + costs.behind_issue * mma
-        # A single batch at a time, whose end is waited for, overlaps only with other warpgroups'.
-        if where == "sum":
-            busy = max(busy, max(mma, issue) + min(mma, issue) / warpgroups)
-        busy /= config.k_warpgroups  # each has a block of its own
-        load = together * self.stage_bytes(problem, config) / costs.l2_bytes_per_clock
-        return max(busy, load) / costs.clock, load / costs.clock
+            issued += 4 * 2 * columns * 64 / period(problem)
+        turns = BLOCK_K / period(problem) if where == "sum" else 1
+        return 4 * config.m_warpgroups * max(config.tile_n, 32), config.m_warpgroups * issued, turns
 
-    def piece_seconds(self, config: Config, target: Target) -> float:
-        costs: Costs = self.costs(target)
-        return costs.piece_seconds + tile_bytes(config) // config.splits / costs.store_bytes_per_sm
+    def prepared(self, problem: QuantizedMatmulProblem) -> bool:
+        return _prepared(problem)
 
     def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
         copied = nbytes(problem.x_shape, problem.x_dtype) if needs_copy(problem) else 0
         return super().operand_bytes(problem) - copied + _copy_bytes(problem)
-
-    def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
-        seconds = super().estimate(problem, config, target)
-        if _prepared(problem):
-            costs: Costs = self.costs(target)
-            seconds += costs.prepare_seconds + 2 * problem.rows * problem.k * 2 / costs.hbm_bytes_per_second
-        return seconds
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
@@ -283,4 +233,4 @@ class Tiled(tiles.TileFamily):
         return operands, (launch,)
 
 
-FAMILY = Tiled(Config, Costs)
+FAMILY = Tiled(Config)

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, TypeAlias
 
 from jax_splitk.kernels.device.structs import Values
-from jax_splitk.kernels.family import CudaFamily, field_refusal
+from jax_splitk.kernels.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
@@ -35,41 +36,6 @@ MIN_STAGES = {1: 2, 2: 4}  # by k_warpgroups: each waits for its next stage befo
 SCHEDULES_KEPT = 3  # of each tile, in `candidates`
 SPLIT_TILES_N = (32, 64)  # with two k_warpgroups
 L2_BYTES = 36 << 20  # of operands that are found again, of some 50 MB
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Constants of the cost models; clocks are of one SM.
-
-    Attributes:
-      clock: a second.
-      l2_bytes_per_clock: loaded.
-      hbm_bytes_per_second: of device memory.
-      reloaded: part of what thread blocks with ranges ask for again that the L2 does not have.
-      shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden.
-      partial_bytes_per_second: of partial sums, which stay in L2 for the most part.
-      store_bytes_per_sm: a second, of fp32 sums.
-      split_seconds: a larger launch, and waiting for the last: of each block of a cluster but the first.
-      split_bytes_per_sm: a second, by distributed shared memory.
-      k_warpgroup_seconds: adding up two warpgroups' sums.
-      multicast_seconds: a larger launch, and two barriers.
-      launch_seconds: of the kernel, however little there is to do.
-      reduce_seconds: of the second kernel, likewise.
-    """
-
-    clock: float
-    l2_bytes_per_clock: float
-    hbm_bytes_per_second: float
-    reloaded: float
-    shadow: float
-    partial_bytes_per_second: float
-    store_bytes_per_sm: float
-    split_seconds: float
-    split_bytes_per_sm: float
-    k_warpgroup_seconds: float
-    multicast_seconds: float
-    launch_seconds: float
-    reduce_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +123,7 @@ def tile_bytes(config: Config) -> int:
     return config.tile_m * config.tile_n * 4
 
 
-class TileFamily(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
+class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     """A kernel family whose inner loop computes tiles.
 
     Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
@@ -324,12 +290,8 @@ class TileFamily(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
         """Of every tile the few schedules that the model puts first; the most promising first."""
-        found: dict[Config, float] = {}
-        for tile in self.candidate_tiles(problem):
-            times = {c: self.estimate(problem, c, target) for c in self.schedules(problem, tile, target)}
-            best = sorted(times, key=times.__getitem__)[:SCHEDULES_KEPT]
-            found |= {config: times[config] for config in best}
-        return sorted(found, key=found.__getitem__)
+        tiles = (self.schedules(problem, tile, target) for tile in self.candidate_tiles(problem))
+        return self.best_of_each(problem, tiles, SCHEDULES_KEPT, target)
 
     def neighbours(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
         """One stage less of each k_warpgroup, and other schedules of the tile and of those next to it."""
@@ -342,12 +304,13 @@ class TileFamily(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
     # ---- cost --------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def block_seconds(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> tuple[float, float]:
-        """(for a k block of the busiest multiprocessor, for the first load)."""
+    def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
+        """(clocks of the tensor cores, instructions, turns) of a thread block's k block; see `Work`."""
 
-    @abc.abstractmethod
-    def piece_seconds(self, config: Config, target: Target) -> float:
-        """For the end of a tile, or of a range: its last sums are waited for, and stored."""
+    def prepared(self, problem: QuantizedMatmulProblem) -> bool:
+        """Whether a kernel before this one prepares x."""
+        del problem
+        return False
 
     def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
         """Of what the kernel loads, each once."""
@@ -366,28 +329,33 @@ class TileFamily(NamedByFormat, CudaFamily[QuantizedMatmulProblem, Config]):
         alone = resident_blocks(target, config.splits)
         return min(self.blocks_per_sm(problem, config), -(-config.blocks // alone))
 
-    def estimate(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest multiprocessor's k blocks, at least the time of device memory, plus launch and
-        second kernel."""
-        costs: Costs = self.costs(target)
-        step, first = self.block_seconds(problem, config, target)
+    def work(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> Work:
+        """The busiest multiprocessor's k blocks."""
         resident = resident_blocks(target, config.splits, self.blocks_per_sm(problem, config))
         rounds = -(-config.blocks // (resident // config.multicast * config.multicast))  # where not all fit
         given, is_cut_up = schedule(problem, config), is_cut(problem, config)
-        seconds = rounds * (first + given.blocks_each * step + given.pieces * self.piece_seconds(config, target))
+        together = self.together(problem, config, target)
+        blocks = rounds * given.blocks_each * together
+        pieces = rounds * given.pieces
         reloaded = self._reloaded_bytes(problem, config, given.units) if is_cut_up else 0.0
-        memory = (problem.bytes_moved + costs.reloaded * reloaded) / costs.hbm_bytes_per_second
-        seconds = max(seconds, memory) + costs.shadow * min(seconds, memory) + costs.launch_seconds
-        if config.splits > 1:
-            sent = tile_bytes(config) // config.splits  # bytes that a thread block sends to another
-            seconds += (config.splits - 1) * (costs.split_seconds + sent / costs.split_bytes_per_sm)
-            seconds += costs.k_warpgroup_seconds * (config.k_warpgroups - 1)
-        if config.multicast > 1:
-            seconds += costs.multicast_seconds
-        if is_cut_up:
-            slots = config.blocks + given.rest * config.multicast
-            seconds += costs.reduce_seconds + 2 * slots * tile_bytes(config) / costs.partial_bytes_per_second
-        return seconds
+        tensor, issued, turns = self.block_work(problem, config)
+        slots = config.blocks + given.rest * config.multicast if is_cut_up else 0
+        prepared = self.prepared(problem)
+        stage = self.stage_bytes(problem, config)
+        return Work(
+            tensor_clocks=blocks * tensor,
+            shared_bytes=blocks * (BLOCK_K * self.x_item * config.tile_n * config.m_warpgroups + stage),
+            l2_bytes=blocks * stage,
+            instructions=blocks * issued,
+            waits=rounds + blocks / config.stages / together,
+            turns=(pieces * 8 + blocks / together * turns) / config.k_warpgroups,
+            memory_bytes=problem.bytes_moved + 0.4 * reloaded + (4 * problem.rows * problem.k if prepared else 0),
+            waves=rounds,
+            stored_bytes=pieces * tile_bytes(config) / config.splits + (config.k_warpgroups - 1) * tile_bytes(config),
+            partial_bytes=2 * slots * tile_bytes(config),
+            launches=1 + is_cut_up + prepared,
+            cluster=max(config.splits, config.multicast),
+        )
 
     # ---- plan --------------------------------------------------------------------------------------------------------
 

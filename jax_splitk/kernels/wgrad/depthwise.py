@@ -15,8 +15,9 @@ import math
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, one_block_apart
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, one_block_apart
 from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -67,30 +68,6 @@ class Config:
     def warps(self) -> int:
         """Of products; others (`PRODUCERS`) read and transpose."""
         return 16 if self.channels == 16 else 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs(ClockCosts):
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      mma_clocks: of an m16n8k16.
-      pass_clocks, warp_mma_clocks: of a warp for one channel of a block, before its products, and for one of these.
-      pixel_clocks: of a loaded pixel, however few its channels.
-      latency_clocks: of a load, while a stage's bytes are in flight at most.
-      block_clocks: waiting and latencies that other warps do not hide.
-      shadow: part of the shared-memory, tensor-core and warps' times that is not hidden by the longest.
-      start_seconds: first loads and the epilogue of a thread block.
-    """
-
-    mma_clocks: float
-    pass_clocks: float
-    warp_mma_clocks: float
-    pixel_clocks: float
-    latency_clocks: float
-    block_clocks: float
-    shadow: float
-    start_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,34 +337,28 @@ class Depthwise(SplitFamily[Config]):
         found = self.other_splits(problem, config, wanted)
         return found + varied(config, stages=sorted(depths))
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's blocks, bounded from below by device memory, plus the reduction."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
         g, t = axes(problem), tiling(problem, config)
-        blocks = -(-t.blocks // config.splits) + 1
+        waves = self.waves(problem, config, target)
+        steps = waves * (-(-t.blocks // config.splits) + 1)
         # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
-        shared = (written + operands + 2 * t.sums_bytes / CHAIN) / costs.shared_bytes_per_clock
         products = g.width.size * t.segment // 4  # of a channel
-        mma = config.channels * products * costs.mma_clocks
-        # A warp's channels come one after the other.
-        alone = config.channels / config.warps * (costs.pass_clocks + products * costs.warp_mma_clocks)
         images = -(-problem.batch // config.images) * config.images
         useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch * problem.batch / images
         pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
-        sectors = pixels * max(config.channels * 2, 32)
-        load = max(
-            sectors / costs.l2_bytes_per_clock, pixels * costs.pixel_clocks, costs.latency_clocks / config.stages
+        return Work(
+            tensor_clocks=steps * config.channels * products,
+            shared_bytes=steps * (written + operands + 2 * t.sums_bytes / CHAIN),
+            l2_bytes=steps * pixels * max(config.channels * 2, 32),
+            instructions=steps * (pixels * 4 + config.channels * products * 2),
+            waits=steps / config.stages,
+            turns=steps * config.channels / config.warps * (1 + products / 12),  # a warp's channels follow each other
+            memory_bytes=bytes_touched(problem),
+            waves=waves,
+            **self.reduction_work(problem, config),
         )
-        longest = max(shared, mma, load, alone)
-        hidden = max(0.0, shared + mma + alone - longest)
-        cycles = longest + costs.shadow * hidden + costs.block_clocks
-        waves = self.waves(problem, config, target)
-        seconds = waves * blocks * cycles / costs.clock
-        seconds = max(seconds, bytes_touched(problem) * blocks / (blocks - 0.25) / costs.hbm_bytes_per_second)
-        seconds += waves * costs.start_seconds + costs.launch_seconds
-        return seconds + self.reduce_seconds(problem, config, costs)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to all but the batch, stages and splits."""
@@ -420,4 +391,4 @@ class Depthwise(SplitFamily[Config]):
         )
 
 
-FAMILY = Depthwise(Config, Costs)
+FAMILY = Depthwise(Config)

@@ -15,8 +15,9 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import depthwise, refusals
-from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, nearby
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, nearby
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Pointer
 from jax_splitk.runtime.target import Target
@@ -126,26 +127,6 @@ def _registers(p: ConvWgradProblem, config: Config) -> int:
     return values + (28 if _window(g) == 1 else 40 + _window(g))
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
-    """The cost model's constants.
-
-    Attributes:
-      gap_bytes: that cost device memory as much as each run of neighbouring bytes does beside those.
-      l2_bytes_per_second, l1_bytes_per_sm: loaded from the L2, and by a multiprocessor's threads.
-      instructions_per_sm: of a multiprocessor's lanes, a second.
-      step_seconds: of a thread's step that waits for its loads.
-      wave_seconds: of thread blocks that begin and end.
-    """
-
-    gap_bytes: float
-    l2_bytes_per_second: float
-    l1_bytes_per_sm: float
-    instructions_per_sm: float
-    step_seconds: float
-    wave_seconds: float
-
-
 class DepthwiseAny(SplitFamily[Config]):
     """One input channel to each output channel, in fp32 on the CUDA cores: what `wgrad_depthwise` refuses."""
 
@@ -209,11 +190,7 @@ class DepthwiseAny(SplitFamily[Config]):
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Of each number of columns, lanes and warps, with the best of the most rows that leave enough strips to fill
         the machine."""
-
-        def seconds(config: Config) -> float:
-            return self.estimate(problem, config, target)
-
-        words, found = _words(problem), []
+        words, found = _words(problem), list[list[Config]]()
         lanes = {min(_LANES[-1], 1 << (words - 1).bit_length())}
         if (whole := math.gcd(words, _LANES[-1])) >= 8:  # a sector of memory
             lanes.add(whole)
@@ -221,8 +198,8 @@ class DepthwiseAny(SplitFamily[Config]):
             every = [Config(columns, rows, lane, warps, 1) for rows in _ROWS if rows < 2 * _steps(problem, columns)]
             if self.config_refusal(problem, every[0]) is None:
                 full = [c for c in every if self.wave(problem, c, target) <= self.reduction_blocks(problem, c)]
-                found.append(min((self.filling(problem, c, target) for c in full[-3:] or every[:1]), key=seconds))
-        return sorted(found, key=seconds)
+                found.append([self.filling(problem, c, target) for c in full[-3:] or every[:1]])
+        return self.best_of_each(problem, found, 1, target)
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         wanted = nearby(config.splits, self.wave(problem, config, target))
@@ -230,10 +207,8 @@ class DepthwiseAny(SplitFamily[Config]):
         legal = [c for c in others if self.config_refusal(problem, dataclasses.replace(c, splits=1)) is None]
         return self.other_splits(problem, config, wanted) + [self.filling(problem, c, target) for c in legal]
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """The slowest of memory, the loads of a thread's steps one after the other, L2, L1 and instructions, as full as
-        the machine is, and the reduction."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
+        """Of a multiprocessor as full as the machine is. The L1 counts as shared memory."""
         g, words, channels = _seen(problem), _words(problem), _channels(problem)
         word = channels * jnp.dtype(problem.dtype).itemsize
         loaded = _loaded(g, config)
@@ -251,17 +226,17 @@ class DepthwiseAny(SplitFamily[Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         slots, waves = target.cores * self.blocks_per_sm(problem, config), self.waves(problem, config, target)
         busy = target.cores * blocks / (waves * slots)
-        run = min(config.lanes, words) * word
-        seconds = max(
-            bytes_touched(problem) * (1 + costs.gap_bytes / run) / costs.hbm_bytes_per_second,
-            steps / (min(blocks, slots) * config.warps * 32) * costs.step_seconds,
-            l2 / costs.l2_bytes_per_second,
-            steps * (loaded + config.columns) * word / (busy * costs.l1_bytes_per_sm),
-            issued / (busy * costs.instructions_per_sm),
-        )
-        reduce = self.reduce_seconds(problem, config, costs)
         balance = -(-rounds // config.splits) * config.splits / rounds
-        return costs.launch_seconds + seconds * balance + costs.wave_seconds * waves + reduce
+        run = min(config.lanes, words) * word  # neighbouring bytes
+        return Work(
+            shared_bytes=balance / busy * steps * (loaded + config.columns) * word,
+            l2_bytes=balance * l2 / target.cores,
+            instructions=balance / busy * issued / 32,
+            waits=balance * steps / (min(blocks, slots) * config.warps * 32),
+            memory_bytes=balance * bytes_touched(problem) * (1 + 16 / run),
+            waves=waves,
+            **self.reduction_work(problem, config),
+        )
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -291,4 +266,4 @@ def _near(values: tuple[int, ...], value: int) -> list[int]:
     return [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
 
 
-FAMILY = DepthwiseAny(Config, Costs)
+FAMILY = DepthwiseAny(Config)

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
 from jax_splitk.kernels.device.structs import Field, Values, constants, declarations
-from jax_splitk.kernels.family import CudaFamily, call_buffers
+from jax_splitk.kernels.family import ModelledFamily, call_buffers
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
@@ -28,7 +28,7 @@ MAX_CANDIDATES, MAX_VARIANTS = 48, 32
 _Any = TypeVar("_Any")
 
 
-class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
+class WgradFamily(ModelledFamily[ConvWgradProblem, _Any]):
     """A kernel that loads lhs and g and writes dW."""
 
     def buffers(self, problem: ConvWgradProblem, config: _Any) -> tuple[Buffer, ...]:
@@ -73,37 +73,6 @@ class Kernel:
 def reduction(kernel: str, grid: tuple[int, int, int], *params: Param) -> Launch:
     """Of a kernel that adds partial sums, and waits for them itself."""
     return Launch(kernel, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReductionCosts:
-    """What estimates of all these families take.
-
-    Attributes:
-      launch_seconds: of the kernels, however little there is to do.
-      hbm_bytes_per_second: of device memory.
-      reduce_seconds: of the second kernel, however few partial sums there are.
-      partial_bytes_per_second: at which partial sums are written and read again.
-    """
-
-    launch_seconds: float
-    hbm_bytes_per_second: float
-    reduce_seconds: float
-    partial_bytes_per_second: float
-
-
-@dataclasses.dataclass(frozen=True)
-class ClockCosts(ReductionCosts):
-    """Of those that count clocks of one multiprocessor.
-
-    Attributes:
-      clock: a second, under load.
-      shared_bytes_per_clock, l2_bytes_per_clock: read and written, loaded.
-    """
-
-    clock: float
-    shared_bytes_per_clock: float
-    l2_bytes_per_clock: float
 
 
 class _Split(Protocol):
@@ -208,10 +177,9 @@ class SplitFamily(WgradFamily[_Config]):
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
         return sorted(found, key=operator.attrgetter("splits"))
 
-    def reduce_seconds(self, problem: ConvWgradProblem, config: _Config, costs: "ReductionCosts") -> float:
-        """Of the second kernel. Partial sums stay in L2 for the most part."""
-        moved = 2 * self.workspace_bytes(problem, config)
-        return 0.0 if config.splits == 1 else costs.reduce_seconds + moved / costs.partial_bytes_per_second
+    def reduction_work(self, problem: ConvWgradProblem, config: _Config) -> dict[str, Any]:
+        """`partial_bytes` and `launches` of its Work: the second kernel's, and a first one's."""
+        return {"partial_bytes": 2 * self.workspace_bytes(problem, config), "launches": 1 + (config.splits > 1)}
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
@@ -256,8 +224,7 @@ class SplitFamily(WgradFamily[_Config]):
 @functools.lru_cache(maxsize=512)
 def _ranked(family: SplitFamily[Any], p: ConvWgradProblem, target: Target) -> tuple[Any, ...]:
     variants = family.variants(p, target)[:MAX_VARIANTS]
-    seconds = {c: family.estimate(p, c, target) for v in variants for c in family.in_waves(p, v, target)}
-    ranked = sorted(seconds, key=lambda c: seconds[c])
+    ranked = family.by_estimate(p, (c for v in variants for c in family.in_waves(p, v, target)), target)
     fewest = sorted(ranked, key=operator.attrgetter("splits"))[:4]
     return tuple(dict.fromkeys([*ranked[: MAX_CANDIDATES - len(fewest)], *fewest]))
 

@@ -16,7 +16,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import (
     GatherTile,
     Layout,
@@ -28,6 +28,7 @@ from jax_splitk.kernels.wgrad.gather_layout import (
     volume,
 )
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -165,59 +166,32 @@ def _columns(v: Volume) -> list[int]:
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(ClockCosts):
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      overlap: part of the busiest unit's rate that is reached, by thread blocks on an SM.
-      second: part of the second busiest unit's time that is not hidden.
-      fragment_clocks: from a warpgroup's loads to its WGMMA, by parts of a float32.
-      conversion: instructions of a warp that make a fragment, by parts.
-      stage_clocks: of a thread block's stage, besides.
-      element_clocks, few_clocks: that a producer's thread waits for each element of X of 16 bits that it loads by
-        itself, and for each load of fewer than four elements of dY.
-      latency_seconds: from where a stage is free until what is loaded into it is there.
-      wave_seconds: of filling the pipeline.
-      store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
-    """
-
-    overlap: dict[int, float]
-    second: float
-    fragment_clocks: dict[int, float]
-    conversion: dict[int, float]
-    stage_clocks: float
-    element_clocks: float
-    few_clocks: float
-    latency_seconds: float
-    wave_seconds: float
-    store_bytes_per_sm: float
+# Instructions of a warp that make a fragment, by the parts of a float32.
+_CONVERSIONS = {1: 16, 2: 184, 3: 364}
 
 
-def clocks(v: Volume, config: Config, costs: Costs) -> dict[str, float]:
-    """Clocks of each of an SM's units for one thread block's stage; `latency`: of one warpgroup's fragments in turn."""
+def stage_work(v: Volume, config: Config) -> dict[str, float]:
+    """Of one thread block's stage."""
     x = layout(v, config)
     blocks, steps = config.consumers * config.blocks, config.pixels // STEP
     loads = 4 * (1 if x.paired else 2)  # of a warp, for a block's fragment
     dy_bytes, b_bytes = config.pixels * config.tile_n * 2 * v.copies, STEP * config.tile_n * 2 * v.products
     x_items = config.images * v.kernel[0] * x.rows * x.columns * config.slice
-    conversion = costs.conversion[v.parts]
+    conversion = _CONVERSIONS[v.parts]
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    waiting = x_items * costs.element_clocks if x.granule < 4 else 0.0  # no asynchronous copy is shorter
+    waiting = x_items if x.granule < 4 else 0.0  # no asynchronous copy is shorter
     if dy_stores and (few := math.gcd(v.out_channels, 4)) < 4:
-        waiting += config.pixels * config.tile_n / few * costs.few_clocks
+        waiting += config.pixels * config.tile_n / few / 2
     turns = turns_of(v, config.tile, config.slice)
-    shared = steps * blocks * (4 * loads * turns + b_bytes / costs.shared_bytes_per_clock)
-    shared += (dy_bytes + x_items * v.item) / costs.shared_bytes_per_clock
     return {
-        "tensor": steps * blocks * v.products * config.tile_n / 2,
-        "shared": shared,
-        "issue": (steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores) / 4,
-        "latency": steps * config.blocks * costs.fragment_clocks[v.parts] / blocks_per_sm(v, config),
-        "producer": waiting / 128,
-        "l2": (x_items + config.pixels * config.tile_n) * v.item / costs.l2_bytes_per_clock,
+        "tensor_clocks": steps * blocks * v.products * config.tile_n / 2,
+        "shared_bytes": steps * blocks * (512 * loads * turns + b_bytes) + dy_bytes + x_items * v.item,
+        "instructions": steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores,
+        "turns": 1 + steps * config.blocks * v.parts / blocks_per_sm(v, config),
+        "waits": waiting / 128 / 4,  # of a producer's thread
+        "l2_bytes": (x_items + config.pixels * config.tile_n) * v.item,
     }
 
 
@@ -314,8 +288,8 @@ class Gather(SplitFamily[Config]):
                         break
         rows = {c: layout(v, c).gemm_rows for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
-
-        return sorted(useful, key=lambda c: self.estimate(problem, self.filling(problem, c, target), target))
+        of = {self.filling(problem, c, target): c for c in useful}
+        return [of[c] for c in self.by_estimate(problem, of, target)]
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
         """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""
@@ -327,28 +301,24 @@ class Gather(SplitFamily[Config]):
                 found.append(self.with_splits(problem, other, config.splits))
         return found
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's thread blocks at the rate of its busiest unit, plus the reduction.
-
-        What tiles reach beyond the problem counts as work; device memory bounds the whole from below.
-        """
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
+        """What tiles reach beyond the problem counts, too."""
         together = blocks_per_sm(volume(problem), config)
         blocks = self.thread_blocks(problem, config) * config.splits
-        units = sorted(clocks(volume(problem), config, costs).values())
-        step = (
-            (units[-1] + costs.second * units[-2]) / costs.overlap[together] + costs.stage_clocks / together
-        ) / costs.clock
-        # All but one of a thread block's stages are under way. The first ones wait for none.
         chain = -(-self.reduction_blocks(problem, config) // config.splits)
         resident = min(together, -(-blocks // target.cores))
-        late = costs.latency_seconds / (config.stages - 1) / resident - step
-        step += max(0.0, late) * max(0.0, 1 - config.stages / chain)
-        stages = -(-blocks // target.cores) * chain
-        wave = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.store_bytes_per_sm
-        seconds = stages * step + self.waves(problem, config, target) * wave
-        seconds = max(seconds, bytes_touched(problem) / costs.hbm_bytes_per_second) + costs.launch_seconds
-        return seconds + self.reduce_seconds(problem, config, costs)
+        stages, waves = -(-blocks // target.cores) * chain, self.waves(problem, config, target)
+        # All but one of a thread block's stages are under way. The first ones wait for none.
+        late = max(0.0, 1 - config.stages / chain) / (config.stages - 1) / resident
+        of_stage = stage_work(volume(problem), config)
+        of_stage["waits"] += late
+        return Work(
+            **{name: stages * value for name, value in of_stage.items()},
+            memory_bytes=bytes_touched(problem),
+            waves=waves,
+            stored_bytes=waves * config.tile_m * config.tile_n * 4,
+            **self.reduction_work(problem, config),
+        )
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window, channels and tiles, not to batch, sizes or splits."""
@@ -395,4 +365,4 @@ class Gather(SplitFamily[Config]):
         )
 
 
-FAMILY = Gather(Config, Costs)
+FAMILY = Gather(Config)

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, box_map, nearby, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched, geometry
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import Target
 
@@ -220,33 +221,8 @@ def _column_counts(out_w: int) -> list[int]:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(ClockCosts):
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      mma_clocks: of an m16n8k16.
-      issue_per_clock: instructions.
-      strip_instructions: of a strip, beside its loads and MMAs.
-      row_clocks: of a warp for a row of X, before its MMAs.
-      warp_mma_clocks: of a warp for one MMA.
-      tile_clocks: of a tile, besides: its barriers, and loads that nothing hides.
-      shadow: part of all but the longest that is not hidden by it.
-      ramp_seconds: of filling the pipeline, and of the epilogue.
-    """
-
-    mma_clocks: float
-    issue_per_clock: float
-    strip_instructions: float
-    row_clocks: float
-    warp_mma_clocks: float
-    tile_clocks: float
-    shadow: float
-    ramp_seconds: float
-
-
-def tile_clocks(p: ConvWgradProblem, config: Config, costs: Costs) -> tuple[dict[str, float], float]:
-    """Clocks of an SM that a tile takes, by what takes them, and of its slowest warp alone."""
+def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float], float]:
+    """Of a tile: what its warps share, and the turns of the slowest of them."""
     g, t = geometry(p, 2), tiling(p, config)
     strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
     x_rows = t.x_height if t.reuse else config.rows * g.kernel[0]
@@ -255,15 +231,14 @@ def tile_clocks(p: ConvWgradProblem, config: Config, costs: Costs) -> tuple[dict
     conflicts = math.gcd(g.stride[1], 8)
     wavefronts = strips * x_rows * t.pairs * 4 * conflicts + steps * t.warp_out * 2
     loads = strips * x_rows * t.pairs + steps * -(-t.warp_out // 2)
-    issued = steps * row_mmas + 3 * loads + strips * (costs.strip_instructions + 4 * t.pairs)
     shared_by_all = {
-        "mma": steps * row_mmas * costs.mma_clocks,
-        "shared": wavefronts + t.stage_bytes / costs.shared_bytes_per_clock,
-        "issue": issued / costs.issue_per_clock,
-        "l2": t.stage_bytes / costs.l2_bytes_per_clock,
+        "tensor_clocks": steps * row_mmas,
+        "shared_bytes": wavefronts * 128 + t.stage_bytes,
+        "instructions": steps * row_mmas + 3 * loads + strips * (40 + 4 * t.pairs),
+        "l2_bytes": t.stage_bytes,
     }
     of_warp = -(-t.strips // config.slices)
-    return shared_by_all, of_warp * x_rows * costs.row_clocks + of_warp * config.rows * row_mmas * costs.warp_mma_clocks
+    return shared_by_all, 1 + of_warp * (x_rows / 3 + config.rows * row_mmas / 12)
 
 
 class Grouped(SplitFamily[Config]):
@@ -338,13 +313,10 @@ class Grouped(SplitFamily[Config]):
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs with one split, the most promising first."""
-
-        def seconds(config: Config) -> float:
-            return min(self.estimate(problem, c, target) for c in self.in_waves(problem, config, target))
-
         # Blocks of 64 or 128 bytes a pixel where the bundles allow it.
         found = self._variants_of(problem, 32) or self._variants_of(problem, UNIT) or [_smallest(problem)]
-        return sorted(found, key=seconds)
+        of = {c: variant for variant in found for c in self.in_waves(problem, variant, target)}
+        return list(dict.fromkeys(of[c] for c in self.by_estimate(problem, of, target)))
 
     def _variants_of(self, problem: ConvWgradProblem, least: int) -> list[Config]:
         """Of blocks of at least so many channels, as far as bundles have them."""
@@ -386,26 +358,21 @@ class Grouped(SplitFamily[Config]):
             found += varied(half, slices=sorted({1, min(config.slices, tiling(problem, half).strips)}))
         return found
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's tiles at its slowest part, plus the reduction.
-
-        Pixels and channels beyond the problem count as work; device memory bounds the whole from below.
-        """
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
+        """Pixels and channels beyond the problem count, too."""
         blocks = self.thread_blocks(problem, config) * config.splits
         each = -(-self.reduction_blocks(problem, config) // config.splits)
         sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM
         together = min(self.blocks_per_sm(problem, config), sharing)
-        shared_by_all, alone = tile_clocks(problem, config, costs)
-        clocks = sorted([*shared_by_all.values(), alone / together])
-        tile = clocks[-1] + costs.shadow * sum(clocks[:-1]) + costs.tile_clocks / together
-        busy = sharing * each * tile / costs.clock
-        # The memory's rate is shared by the thread blocks there are.
-        filled = min(1.0, blocks / target.cores)
-        memory = bytes_touched(problem) / costs.hbm_bytes_per_second / filled
-        ramps = self.waves(problem, config, target) * costs.ramp_seconds
-        seconds = max(busy, memory) + costs.shadow * min(busy, memory) + ramps + costs.launch_seconds
-        return seconds + self.reduce_seconds(problem, config, costs)
+        shared_by_all, turns = tile_work(problem, config)
+        return Work(
+            **{name: sharing * each * value for name, value in shared_by_all.items()},
+            turns=sharing * each * turns / together,
+            memory_bytes=bytes_touched(problem),
+            memory_share=min(1.0, blocks / target.cores),
+            waves=self.waves(problem, config, target),
+            **self.reduction_work(problem, config),
+        )
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window, the groups and the image's tiles, not to splits."""
@@ -443,4 +410,4 @@ class Grouped(SplitFamily[Config]):
         )
 
 
-FAMILY = Grouped(Config, Costs)
+FAMILY = Grouped(Config)

@@ -12,9 +12,10 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Divisor
 from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, ReductionCosts, SplitFamily, box_map, reduction
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, reduction
 from jax_splitk.kernels.wgrad.geometry import equal_parts
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -50,25 +51,6 @@ class Config:
     def tile_bytes(self) -> int:
         """fp32 partial sums of a tile."""
         return self.taps_h * self.taps_w * CHANNELS * CHANNELS * 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts):
-    """The cost model's constants.
-
-    Attributes:
-      mma_flops_per_sm: a second, of the tensor cores.
-      mma_efficiency: part of that rate by taps_w: a WGMMA reads (64 + N) * 32 bytes of shared memory in N / 2 clocks.
-      batch_seconds: least time of a batch of products.
-      unit_seconds: of a strip, beside its products.
-      l2_bytes_per_sm: a second, loaded by an SM.
-    """
-
-    mma_flops_per_sm: float
-    mma_efficiency: dict[int, float]
-    batch_seconds: float
-    unit_seconds: float
-    l2_bytes_per_sm: float
 
 
 def lines(problem: ConvWgradProblem, config: Config) -> int:
@@ -207,20 +189,23 @@ class Halo(SplitFamily[Config]):
         found = [c for c in strips if c.splits >= self.least_splits(problem, c) and c != config]
         return found + self.other_splits(problem, config, wanted)
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest block's strips at tensor-core or L2 rate, then its partial sums."""
-        costs: Costs = self.costs(target)
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
         blocks = self.thread_blocks(problem, config) * config.splits
         units = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
         height = problem.output_spatial[0]
         rows = height / -(-height // config.tile_p)  # of a strip, on average
-        together = batch_rows(problem, config)
-        flops = 2 * together * config.tile_q * config.taps_h * config.taps_w * CHANNELS**2
-        batch = max(flops / (costs.mma_flops_per_sm * costs.mma_efficiency[config.taps_w]), costs.batch_seconds)
+        products = rows * config.tile_q // 16 * config.taps_h  # of 64 rows of sums
+        columns = CHANNELS * config.taps_w
         load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
-        seconds = units * max(rows / together * batch + costs.unit_seconds, load / costs.l2_bytes_per_sm)
-        seconds = max(seconds, problem.bytes_moved / costs.hbm_bytes_per_second) + costs.launch_seconds
-        return seconds + self.reduce_seconds(problem, config, costs)
+        return Work(
+            tensor_clocks=units * products * columns / 2,
+            shared_bytes=units * (products * (64 + columns) * 32 + load),
+            l2_bytes=units * load,
+            turns=units * (1 + rows / batch_rows(problem, config)),
+            memory_bytes=problem.bytes_moved,
+            waves=-(-blocks // target.cores),
+            **self.reduction_work(problem, config),
+        )
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """fp32 partial sums, in whole tiles."""
@@ -278,4 +263,4 @@ class Halo(SplitFamily[Config]):
         return main, reduction(self.kernel_name(problem, "_reduce"), grid, partials, out, kernel.struct.param())
 
 
-FAMILY = Halo(Config, Costs)
+FAMILY = Halo(Config)

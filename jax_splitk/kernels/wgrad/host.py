@@ -129,4 +129,4 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         }
 
 
-FAMILY = WgradHost(Config, host.Costs)
+FAMILY = WgradHost(Config)

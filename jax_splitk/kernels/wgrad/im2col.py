@@ -18,7 +18,6 @@ from jax_splitk.kernels.family import field_macros, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.family import (
     Kernel,
-    ReductionCosts,
     SplitFamily,
     box_map,
     nearby,
@@ -27,6 +26,7 @@ from jax_splitk.kernels.wgrad.family import (
     reduction,
 )
 from jax_splitk.kernels.wgrad.geometry import bytes_touched, folded, geometry, is_matrix_product
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -133,34 +133,6 @@ VARIANTS = [
     for stages in wgmma_tile.depths(*tile)
     for swap in (False, True)
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs(ReductionCosts, wgmma_tile.TileCosts):
-    """The cost model's constants.
-
-    Attributes:
-      windows: times as long for X's loads by TMA's im2col mode.
-      swap_gain: part of the time that swapped tiles save.
-      memory_shadow: part of the shorter of memory's time and the multiprocessors' that is not hidden by the longer.
-      sharers, crowded: where more tiles than that read the same inputs, they do not stay together for long: times the
-        memory's time.
-      wave_seconds: of filling the pipeline.
-      store_bytes_per_sm: a second, of a tile's fp32 sums in the epilogue.
-      box_row_seconds, split_row_seconds, odd_row_seconds: of TMA, of each row of up to 128 bytes that it loads: where
-        rows begin at multiples of 128 bytes, of 32, and at others.
-    """
-
-    windows: float
-    swap_gain: float
-    memory_shadow: float
-    sharers: int
-    crowded: float
-    wave_seconds: float
-    store_bytes_per_sm: float
-    box_row_seconds: float
-    split_row_seconds: float
-    odd_row_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,42 +248,30 @@ class Im2col(SplitFamily[Config]):
         fewer = [config.stages - 1] if config.stages > wgmma_tile.MIN_STAGES else []
         return self.other_splits(problem, config, wanted) + varied(config, swap=[not config.swap], stages=fewer)
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's blocks at the slower of tensor-core and L2 rate, plus the reduction.
-
-        The padding of tiles beyond the problem counts as work; device memory bounds the whole from below.
-        """
-        costs: Costs = self.costs(target)
-        x_bytes = (config.tile_n if config.swap else config.tile_m) * wgmma_tile.ROW_BYTES
-        windows = 0.0 if is_matrix_product(problem) else (costs.windows - 1) * x_bytes
-        step = max(config.step_seconds(costs, windows), self._box_seconds(problem, config, costs))
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
+        """The padding of tiles beyond the problem counts, too."""
         # Thread blocks that share an SM share its rates, but hide each other's ramp.
         blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
-        steps = -(-blocks // target.cores) * -(-k_tiles(problem) // config.splits)
+        chain = -(-k_tiles(problem) // config.splits)
+        steps = -(-blocks // target.cores) * chain
         steps += -(-config.whole_tiles // target.cores) * k_tiles(problem)
         waves = -(-blocks // resident) + -(-config.whole_tiles // resident)
-        together, chain = min(config.blocks_per_sm, -(-blocks // target.cores)), -(-k_tiles(problem) // config.splits)
-        step = config.waiting_seconds(costs, step, chain, together)
-        wave = costs.wave_seconds + config.tile_m * config.tile_n * 4 / costs.store_bytes_per_sm
-        seconds = steps * step * (1 - costs.swap_gain * config.swap) + waves * wave
-        crowd = costs.crowded if math.prod(self.tile_counts(problem, config)) > costs.sharers else 1.0
-        if config.consumers == 1 and config.swap:
-            crowd *= 1 - costs.swap_gain  # of 128x128 tiles either is the better one at times
-        memory = bytes_touched(problem) / costs.hbm_bytes_per_second * crowd
-        seconds = max(seconds, memory) + costs.memory_shadow * min(seconds, memory) + costs.launch_seconds
-        return seconds + self.reduce_seconds(problem, config, costs)
+        together = min(config.blocks_per_sm, -(-blocks // target.cores))
+        return Work(
+            **config.stage_work(steps, chain, together),
+            rows=steps * self._rows(problem, config),
+            memory_bytes=bytes_touched(problem),
+            waves=waves,
+            stored_bytes=waves * config.tile_m * config.tile_n * 4,
+            **self.reduction_work(problem, config),
+        )
 
-    def _box_seconds(self, problem: ConvWgradProblem, config: Config, costs: Costs) -> float:
-        """Predicted of what TMA does for a stage: `BLOCK_K` rows of each box."""
+    def _rows(self, problem: ConvWgradProblem, config: Config) -> float:
+        """Lines of 128 bytes that TMA's rows of a stage touch."""
         of_x, of_dy = (config.tile_n, config.tile_m) if config.swap else (config.tile_m, config.tile_n)
-
-        def rows(tile: int, channels: int) -> float:
-            step = math.gcd(2 * channels, wgmma_tile.ROW_BYTES)
-            each = costs.box_row_seconds if step == wgmma_tile.ROW_BYTES else costs.split_row_seconds
-            return tile // SLOT * BLOCK_K * (costs.odd_row_seconds if step < 32 else each)
-
-        return rows(of_x, problem.in_channels) + rows(of_dy, problem.out_channels)
+        boxes = (of_x, problem.in_channels), (of_dy, problem.out_channels)
+        return sum(tile // SLOT * BLOCK_K * wgmma_tile.lines_of_row(2 * channels) for tile, channels in boxes)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Where only the last tiles are split, theirs."""
@@ -376,4 +336,4 @@ class Im2col(SplitFamily[Config]):
         return main, reduction(name, reduce_grid, kernel.struct.param(), tail, partials, out)
 
 
-FAMILY = Im2col(Config, Costs)
+FAMILY = Im2col(Config)

@@ -12,7 +12,7 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import ClockCosts, Kernel, SplitFamily, box_map, partial_stride
+from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, partial_stride
 from jax_splitk.kernels.wgrad.geometry import (
     Geometry,
     axis_macros,
@@ -22,6 +22,7 @@ from jax_splitk.kernels.wgrad.geometry import (
     is_matrix_product,
 )
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
+from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -203,43 +204,20 @@ def _heights(v: View) -> list[int]:
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs(ClockCosts):
-    """The cost model's constants; clocks are of one SM.
-
-    Attributes:
-      line_clocks: of a line, beside its products.
-      step_clocks: of a warpgroup's step, likewise; the other warpgroups fill it.
-      strip_clocks: of a strip, likewise.
-      load_clocks, load_bytes_per_clock: until a line is there, while a stage of the pipeline waits for it.
-      wave_seconds: of filling the pipelines, and of the epilogue.
-    """
-
-    line_clocks: float
-    step_clocks: float
-    strip_clocks: float
-    load_clocks: float
-    load_bytes_per_clock: float
-    wave_seconds: float
-
-
-def clocks(p: ConvWgradProblem, config: Config, costs: Costs) -> dict[str, float]:
-    """Clocks that each of an SM's units takes for one thread block's strip; `tensor`: with its waits; `stages`:
-    until lines of X have come, as far as its other stages do not hide it."""
+def strip_work(p: ConvWgradProblem, config: Config) -> dict[str, float]:
+    """Of a thread block's strip."""
     v = view(p)
     steps, rows = config.pixels // 8, v.out[0] / -(-v.out[0] // config.tile_p)
     lines = (rows - 1) * v.stride[0] + reach(v, config) + 1
     products = config.consumers * rows * steps * config.taps_h
-    line = config.images * columns(v, config) * config.blocks * 2 * PIXEL_BYTES
-    loaded = lines * line
+    loaded = lines * config.images * columns(v, config) * config.blocks * 2 * PIXEL_BYTES
     dy = rows * _row_bytes(config)
-    shared = products * config.tile_n * 32 + config.consumers * lines * steps * 2048 + loaded + 3 * dy
-    waits = lines * (costs.line_clocks + steps * costs.step_clocks / config.consumers)
     return {
-        "tensor": products * config.tile_n / 2 + waits + costs.strip_clocks,
-        "shared": shared / costs.shared_bytes_per_clock,
-        "l2": (loaded + dy) / costs.l2_bytes_per_clock,
-        "stages": lines * (costs.load_clocks + line / costs.load_bytes_per_clock) / (config.stages - 1),
+        "tensor_clocks": products * config.tile_n / 2,
+        "shared_bytes": products * config.tile_n * 32 + config.consumers * lines * steps * 2048 + loaded + 3 * dy,
+        "l2_bytes": loaded + dy,
+        "waits": lines / (config.stages - 1),
+        "turns": 1 + lines * (1 + steps / config.consumers),
     }
 
 
@@ -309,7 +287,7 @@ class Tf32(SplitFamily[Config]):
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs, the most promising first; their splits fill the machine once."""
-        v, found = view(problem), {}
+        v, found = view(problem), list[list[Config]]()
         taps = itertools.product(equal_parts(v.kernel[0], MAX_TAPS_H), equal_parts(v.kernel[1], MAX_CONSUMERS))
         slots = -(-problem.in_channels // BLOCK_CHANNELS)
         whole = next((n for n in TILE_N if n >= problem.out_channels), TILE_N[-1])
@@ -322,16 +300,16 @@ class Tf32(SplitFamily[Config]):
             deepest = self._deepest(problem, shape)
             if deepest is None:
                 continue
-            strips: dict[Config, float] = {}
+            strips: list[Config] = []
             for rows in _heights(v):
                 config = dataclasses.replace(deepest, tile_p=rows)
                 if rows * config.pixels > MAX_FLOAT32_CHAIN and rows > 1:
                     continue
                 config = self.filling(problem, config, target)
                 if self.config_refusal(problem, config) is None:
-                    strips[config] = self.estimate(problem, config, target)
-            found |= {config: strips[config] for config in sorted(strips, key=lambda c: strips[c])[:_STRIPS]}
-        return sorted(found, key=lambda c: found[c])
+                    strips.append(config)
+            found.append(strips)
+        return self.best_of_each(problem, found, _STRIPS, target)
 
     def _deepest(self, problem: ConvWgradProblem, shape: Config) -> Config | None:
         """With as many stages as fit."""
@@ -350,19 +328,16 @@ class Tf32(SplitFamily[Config]):
                 found.append(self.with_splits(problem, other, config.splits))
         return found
 
-    def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Predicted seconds: the busiest SM's thread blocks at the rate of its busiest unit, plus the reduction.
-
-        What tiles reach beyond the problem counts as work. Device memory bounds the whole from below, and slows it
-        where the two are near each other.
-        """
-        costs: Costs = self.costs(target)
-        strips = -(-self.reduction_blocks(problem, config) // config.splits)
-        wave_seconds = strips * max(clocks(problem, config, costs).values()) / costs.clock + costs.wave_seconds
-        busy = self.waves(problem, config, target) * wave_seconds
-        memory = bytes_touched(problem) / costs.hbm_bytes_per_second
-        seconds = math.hypot(busy**2, memory**2) ** 0.5 + costs.launch_seconds
-        return seconds + self.reduce_seconds(problem, config, costs)
+    def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
+        """What tiles reach beyond the problem counts, too."""
+        waves = self.waves(problem, config, target)
+        strips = waves * -(-self.reduction_blocks(problem, config) // config.splits)
+        return Work(
+            **{name: strips * value for name, value in strip_work(problem, config).items()},
+            memory_bytes=bytes_touched(problem),
+            waves=waves,
+            **self.reduction_work(problem, config),
+        )
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to the window's geometry and the tile, not to sizes or splits."""
@@ -410,4 +385,4 @@ class Tf32(SplitFamily[Config]):
         )
 
 
-FAMILY = Tf32(Config, Costs)
+FAMILY = Tf32(Config)

@@ -1,0 +1,96 @@
+"""Boosted regression trees as arrays: what a fit has learned, evaluated by NumPy for many rows at once.
+
+Results are the same on every platform: thresholds are compared with float32 numbers, a leaf is a whole number, and a
+sum of leaves becomes a factor by a table.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+
+UNITS = 2048  # of a leaf, in a power of e
+_LIMIT = 2 * UNITS  # of a sum, either way
+
+
+def _factors() -> np.ndarray:
+    """e to the power of each sum, by products in one order."""
+    up = np.cumprod(np.full(_LIMIT, 1 + 1 / UNITS + 0.5 / UNITS**2))
+    return np.concatenate([1 / up[::-1], [1.0], up])
+
+
+_FACTORS = _factors()
+
+
+@dataclasses.dataclass(frozen=True)
+class Forest:
+    """Trees whose nodes lie one after another.
+
+    Attributes:
+      roots: each tree's first node.
+      feature, threshold: of a node: whether a row's feature is at most the threshold.
+      yes, no: the next node. A leaf has its own number in both.
+      leaf: a leaf's value, in `UNITS`; 0 of other nodes.
+      depth: of the deepest tree.
+    """
+
+    roots: np.ndarray
+    feature: np.ndarray
+    threshold: np.ndarray
+    yes: np.ndarray
+    no: np.ndarray
+    leaf: np.ndarray
+    depth: int
+
+    def factors(self, rows: np.ndarray) -> np.ndarray:
+        """By which each row's value is multiplied.
+
+        Args:
+          rows: float32 features, [rows, features].
+        """
+        at = np.tile(self.roots, len(rows))
+        begin = np.repeat(np.arange(len(rows)) * rows.shape[1], len(self.roots))
+        values, next_nodes = rows.ravel(), np.stack([self.no, self.yes], axis=1).ravel()
+        for _ in range(self.depth):
+            low = values.take(begin + self.feature.take(at)) <= self.threshold.take(at)
+            at = next_nodes.take(2 * at + low)
+        sums = self.leaf.take(at).reshape(len(rows), len(self.roots)).sum(axis=1)
+        return _FACTORS[np.clip(sums, -_LIMIT, _LIMIT) + _LIMIT]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """As they are written, in few bits."""
+        types = {"feature": np.uint8, "leaf": np.int16, "threshold": np.float32}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: np.asarray(getattr(self, name), types.get(name, np.int32)) for name in names}
+
+
+def read(path: pathlib.Path) -> tuple[Forest, dict[str, Any]]:
+    """(the trees in an .npz file, its other arrays).
+
+    Raises:
+      ValueError: the package's file is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            arrays = {name: data[name] for name in data.files}
+        taken = {field.name: arrays.pop(field.name) for field in dataclasses.fields(Forest)}
+        # NumPy takes by its own type of integers.
+        wide = {name: each if name == "threshold" else each.astype(np.intp) for name, each in taken.items()}
+        forest = Forest(**{**wide, "depth": int(taken["depth"])})
+        _check(forest)
+    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); install jax_splitk again") from None
+    return forest, arrays
+
+
+def _check(forest: Forest) -> None:
+    """Raises ValueError where a node leads nowhere."""
+    nodes = len(forest.feature)
+    for name in ("threshold", "yes", "no", "leaf"):
+        if getattr(forest, name).shape != (nodes,):
+            raise ValueError(f"{name} of {getattr(forest, name).shape}; accepted: {(nodes,)}")
+    for name in ("roots", "yes", "no"):
+        values = getattr(forest, name)
+        if len(values) and not 0 <= values.min() <= values.max() < nodes:
+            raise ValueError(f"{name} are not nodes")
