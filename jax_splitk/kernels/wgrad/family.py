@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
 from jax_splitk.kernels.device.structs import Field, Values, constants, declarations
-from jax_splitk.kernels.family import ModelledFamily, call_buffers
+from jax_splitk.kernels.family import CudaFamily, ModelledFamily, call_buffers
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, Pointer, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
@@ -28,7 +28,7 @@ MAX_CANDIDATES, MAX_VARIANTS = 48, 32
 _Any = TypeVar("_Any")
 
 
-class WgradFamily(ModelledFamily[ConvWgradProblem, _Any]):
+class WgradFamily(CudaFamily[ConvWgradProblem, _Any]):
     """A kernel that loads lhs and g and writes dW."""
 
     def buffers(self, problem: ConvWgradProblem, config: _Any) -> tuple[Buffer, ...]:
@@ -87,7 +87,7 @@ class _Split(Protocol):
 _Config = TypeVar("_Config", bound=_Split)
 
 
-class SplitFamily(WgradFamily[_Config]):
+class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config]):
     """A kernel whose thread blocks compute a tile of dW over one of `config.splits` parts of the reduction."""
 
     @abc.abstractmethod
