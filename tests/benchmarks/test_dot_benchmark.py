@@ -61,25 +61,25 @@ def test_launches_that_are_not_the_plans() -> None:
         for splits, reduction in ((4, "cluster"), (33, "workspace"))
     }
     planned = {splits: dot.planned_kernels(decision) for splits, decision in decisions.items()}
-    assert planned == {4: ["dot"], 33: ["dot", "reduce_dot"]}
+    assert planned == {4: ["dot_tma"], 33: ["dot_tma", "dot_tma_reduce"]}
     assert dot.planned_kernels(Decision(problem, "xla", None, None, None, 0, "", "")) is None
 
     def wrong(splits: int, **launches: float) -> str | None:
         return dot.wrong_launches(planned[splits], Timing(1, 1, {}, launches, 1, 1, "device", 1, 1))
 
-    assert wrong(4, dot=1.0) is wrong(33, dot=1.0, reduce_dot=1.0) is None
-    assert wrong(4, dot=1.0, Memset=1.0) == "launched a call: dot 1 times, Memset 1 times; planned: dot"
-    assert wrong(33, dot=1.0) is not None and wrong(4, dot=2.0) is not None
+    assert wrong(4, dot_tma=1.0) is wrong(33, dot_tma=1.0, dot_tma_reduce=1.0) is None
+    assert wrong(4, dot_tma=1.0, Memset=1.0) == "launched a call: dot_tma 1 times, Memset 1 times; planned: dot_tma"
+    assert wrong(33, dot_tma=1.0) is not None and wrong(4, dot_tma=2.0) is not None
 
 
 def test_a_trace_counts_the_launches_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(work: Callable[[], None]) -> list[profile.Event]:
         work()
-        kernels = [("dot", 0.0, 3e3), ("reduce_dot", 2e3, 4e3)]
+        kernels = [("dot_tma", 0.0, 3e3), ("dot_tma_reduce", 2e3, 4e3)]
         return [(name, start + 1e4 * call, end + 1e4 * call) for call in range(3) for name, start, end in kernels]
 
     monkeypatch.setattr(profile, "trace", trace)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     timed = timing.compare({"": lambda: jnp.ones(())}, [()], rounds=2, calls=3)[""]
-    assert (timed.launches, timed.source) == ({"dot": 1.0, "reduce_dot": 1.0}, "device")
+    assert (timed.launches, timed.source) == ({"dot_tma": 1.0, "dot_tma_reduce": 1.0}, "device")
     assert (timed.us, timed.summed_us) == (pytest.approx(4.0), pytest.approx(5.0))
