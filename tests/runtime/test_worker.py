@@ -28,7 +28,7 @@ exec(os.environ["TEST_SETTING"])
 logging.basicConfig()
 from jax_splitk.runtime import compiler, worker
 worker._ANSWER_SECONDS = 2.0
-compiler.Source.text = lambda source: 'extern "C" __global__ void tiny(int* x) { *x = VALUE; }'
+compiler.Source.text = lambda source, *, with_lines=False: 'extern "C" __global__ void tiny(int* x) { *x = VALUE; }'
 sources = [compiler.Source("tiny.cu", (("VALUE", value),)) for value in range(3)]
 begun = time.monotonic()
 compiler.compile_ahead(sources[:1])
