@@ -57,8 +57,11 @@ def test_candidates_are_legal_and_have_neighbours(tried: Tried) -> None:
         found = family.candidates(p, DEFAULT_CUDA)
         assert 1 <= len(set(found)) == len(found), str(p)
         assert all(family.refusal(p, c) is None and family.estimate(p, c, DEFAULT_CUDA) > 0 for c in found), str(p)
-        near = family.neighbours(p, found[0], DEFAULT_CUDA)
-        assert found[0] not in near and any(family.refusal(p, c) is None for c in near), str(p)
+        near = {c: family.neighbours(p, c, DEFAULT_CUDA) for c in found}
+        assert all(c not in others for c, others in near.items()), str(p)
+        # A config with the fewest stages and one split may have no legal neighbour.
+        legal = [any(family.refusal(p, other) is None for other in others) for others in near.values()]
+        assert sum(legal) >= 0.75 * len(found), str(p)
 
 
 @each_family
