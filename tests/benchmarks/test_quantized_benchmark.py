@@ -15,6 +15,7 @@ import pytest
 import jax_splitk
 from benchmarks import quantized, quantized_products
 from benchmarks.quantized_cases import ROWS, WEIGHTS, Case, crossover, select
+from jax_splitk.kernels.quantized import host
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
 
@@ -68,7 +69,7 @@ def test_report(report_file: pathlib.Path) -> None:
     report = json.loads(report_file.read_text())
     assert report["environment"]["platform"] == "cpu"
     assert report["environment"]["jax_splitk"] == jax_splitk.__version__
-    assert report["abi"]["quantized_host"] == 2
+    assert report["abi"]["quantized_host"] == host.FAMILY.ABI
     assert report["failures"] == {}
     assert [result["name"] for result in report["results"]] == ["192x512_n1", "192x512_n9"]  # 4096 rows are not quick
     assert set(report["crossovers"]) == {"192x512"}
