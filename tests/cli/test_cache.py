@@ -189,7 +189,9 @@ def test_stdout_is_left_to_json(cache: pathlib.Path) -> None:
     done = command("cache", "merge", "nowhere", str(cache))
     assert (done.returncode, done.stdout) == (2, "")
     assert "SOURCE='nowhere'; accepted: a cache folder" in done.stderr
-    assert "usage: python -m jax_splitk cache" in command("cache").stderr
+    done = command("cache", "--json")  # no command: the help, which stdout has then, would be no JSON
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: python -m jax_splitk cache" in done.stderr
 
 
 # ---- merge ---------------------------------------------------------------------------------------------------------
