@@ -16,6 +16,7 @@ from benchmarks.cases import find
 from benchmarks.measured import Measured
 from benchmarks.report import on_gpu, say
 from jax_splitk import kernels
+from jax_splitk.tuning.options import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Benchmark:
     groups: Callable[[Any], Iterable[str]]
     cut: str
     shrunk: Callable[[Any], Any]
-    run: Callable[[Any, str | None, bool], Any]
+    run: Callable[[Any, Implementation | None, bool], Any]
     columns: Mapping[str, Callable[[Any], str]]
     summary: Callable[[Sequence[Any]], tuple[dict[str, Any], Iterable[str]]]
 

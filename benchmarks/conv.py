@@ -18,11 +18,14 @@ from benchmarks import against_xla, conv_cases
 from benchmarks.against_xla import Benchmark, Result
 from benchmarks.conv_cases import GROUPS, Case
 from benchmarks.report import distance
+from jax_splitk.tuning.options import Implementation
 
 QUICK_CPU_FLOPS = 2e7
 
 
-def functions(case: Case, implementation: str | None) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+def functions(
+    case: Case, implementation: Implementation | None
+) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
     """Ours, and what a user of JAX has: lax's convolution, or its derivative."""
     p, arguments = case.as_given(), case.arguments()
     ours: Callable[..., jax.Array] = getattr(jax_splitk, p.op)
@@ -43,7 +46,7 @@ def functions(case: Case, implementation: str | None) -> tuple[Callable[..., jax
     return lambda x, y: ours(x, y, *shapes), xla
 
 
-def run(case: Case, implementation: str | None, quick: bool) -> Result:
+def run(case: Case, implementation: Implementation | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
     shapes = case.as_given().operand_shapes
     return Result.measured(case, shapes, *functions(case, implementation), _difference, quick)

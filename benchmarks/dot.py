@@ -24,6 +24,7 @@ from jax_splitk.ops.decision import Decision
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.options import Implementation
 from jax_splitk.tuning.result import TuningResult
 
 QUICK_CPU_FLOPS = 1e8
@@ -41,7 +42,7 @@ class Result(against_xla.Result):
         return wrong_launches(planned_kernels(self.decision), self.ours)
 
 
-def run(case: Case, implementation: str | None, quick: bool) -> Result:
+def run(case: Case, implementation: Implementation | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
     out = jnp.dtype(case.problem().out_dtype)
 

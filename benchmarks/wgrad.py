@@ -20,6 +20,7 @@ from benchmarks.against_xla import Benchmark
 from benchmarks.cases import Case
 from benchmarks.report import distance, percent, rate
 from jax_splitk.problems import conv_reference
+from jax_splitk.tuning.options import Implementation
 
 QUICK_CPU_FLOPS = 2e9
 QUICK_CPU_GROUPED_FLOPS = 2e8  # XLA:CPU takes seconds for more
@@ -43,7 +44,7 @@ class Result(against_xla.Result):
         return max(self.xla.kernels.values(), default=self.xla.us) / self.ours.us
 
 
-def run(case: Case, implementation: str | None, quick: bool) -> Result:
+def run(case: Case, implementation: Implementation | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
     arguments = case.lax_arguments()
 

@@ -164,7 +164,7 @@ def report(rows: Sequence[Row], seconds: np.ndarray, corrected: np.ndarray) -> l
     for name in ("all", *np.unique(names)):
         own = np.flatnonzero((names == name) | (name == "all"))
         off = [f"{np.mean(np.abs(np.log(of[own] / us[own]))):.1%}" for of in (seconds, corrected)]
-        some = [rows[i] for i in own]
+        some = [rows[i] for i in own.tolist()]
         lost = [str(regret(some, of[own])) if name == "all" else "" for of in (seconds, corrected)]
         table.append([str(name), str(len(own)), *off, *lost])
     return table
