@@ -165,5 +165,5 @@ def test_command_line(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.Monk
     shown = run(capsys, "cache", "show", tuned["digest"])
     assert tuned["problem"] == listed["problem"] == shown["problem"] == as_dict(PROBLEM)
     assert run(capsys, "cache", "prune", "--environment", "other")["deleted"] == []
-    assert main(["explain", as_json(PROBLEM), "--platform", "cuda"]) == 0
+    assert main(["explain", as_json(PROBLEM), "--platform", "cuda", "--verbose"]) == 0
     assert str(PROBLEM) in capsys.readouterr().out
