@@ -64,8 +64,9 @@ struct Reader : Consumer {
     return uint64_t(__shfl_sync(~0u, OPERAND_HIGH, 0)) << 32 | low;
   }
 
-  // The stage before this one, which all lanes have read.
+  // The stage before this one, which all lanes have read. Scales may be under way still (see `release_read`).
   __device__ void release() const {
+    fence_async_shared();
     __syncwarp();
     arrive_if<(MULTICAST > 1)>(int(released) >= 0, released);
   }
