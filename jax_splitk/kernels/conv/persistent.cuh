@@ -54,6 +54,7 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       pipeline.wait_empty(at);
+      __syncwarp();  // else a lane could be two phases behind the one that loads, and wait for ever
       const bool has_weight = g.keeps_weight && loaded >= STAGES;
       if (lead) {
         uint64_t* full = pipeline.expect(at, has_weight ? PIXEL_BYTES : LOAD_BYTES);
