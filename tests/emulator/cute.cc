@@ -81,7 +81,10 @@ void commit_batch() {
   const int thread = self->number % 128;
   group.committed[thread].push_back(std::move(group.open[thread]));
   group.open[thread].clear();
-  ++group.count[thread];
+  const size_t mine = ++group.count[thread];
+  // The instruction is one of whole warps (.sync.aligned): no lane goes on before the others have come.
+  const size_t* warp = group.count + thread / 32 * 32;
+  wait_until("wgmma.commit_group", [=] { return *std::min_element(warp, warp + 32) >= mine; });
 }
 
 void wait_batches(size_t pending) {
