@@ -23,8 +23,8 @@ from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 
 # Of first choices: how much slower they are than the fastest that was timed, in the mean and the 99th percentile, in
-# percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` says what they lose on problems that were
-# held out). A change of estimates may lower these bounds, not raise them.
+# percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` says what they lose on problems that
+# were held out). A change of estimates may lower these bounds, not raise them.
 REGRET = {
     "all": (1.6, 14.0),
     "conv_fprop": (1.5, 8.0),
