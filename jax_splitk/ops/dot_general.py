@@ -14,7 +14,7 @@ from jax_splitk.ops import dot_primitive
 from jax_splitk.ops.dot_primitive import Epilogue
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, Activation
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
-from jax_splitk.problems.dot_reference import finished
+from jax_splitk.problems.dot_reference import finished, lax_dot_general
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of, quoted, require, wider
 from jax_splitk.tuning.options import Implementation, Options, settled
@@ -173,7 +173,7 @@ def _routed(
         if options.explicit and options.implementation != "xla":
             raise NotImplementedError(f"dot_general: {reason}. Use implementation=None or 'xla'.")
         _logger.info("dot_general: XLA (%s)", reason)
-        out = lax.dot_general(x, y, dimension_numbers, precision, preferred, out_sharding=out_sharding)
+        out = lax_dot_general(x, y, dimension_numbers, precision, preferred, out_sharding=out_sharding)
         return _finished(out, x, y, dimension_numbers, *after)
     dimensions = _canonical(x, y, dimension_numbers)
     common = wider(x.dtype, y.dtype)
@@ -252,7 +252,7 @@ def _finished(product: jax.Array, x: jax.Array, y: jax.Array, dimension_numbers:
 def _canonical(x: jax.Array, y: jax.Array, dimension_numbers: Any) -> DimensionNumbers:
     """Plain tuples of dimensions; raises TypeError, as lax does, where they do not belong to the operands."""
     of_one_dtype = (jax.ShapeDtypeStruct(of.shape, x.dtype) for of in (x, y))
-    jax.eval_shape(lambda x, y: lax.dot_general(x, y, dimension_numbers), *of_one_dtype)
+    jax.eval_shape(lambda x, y: lax_dot_general(x, y, dimension_numbers), *of_one_dtype)
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
 
     def plain(dims: Sequence[int]) -> tuple[int, ...]:

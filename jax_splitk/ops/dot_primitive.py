@@ -224,7 +224,7 @@ def _batch(args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any)
     of_bias = (epilogue.bias == "m" and rhs_dim is None) or (epilogue.bias == "n" and lhs_dim is None)
     if (lhs_dim is None and rhs_dim is None) or (bias is not None and bias[1] is not None and not of_bias):
         return jax.vmap(lambda *each: _composed(*each, **params), tuple(dims))(*args), 0
-    ranks = (args[0].ndim, args[1].ndim)
+    ranks = (jnp.ndim(args[0]), jnp.ndim(args[1]))  # an unmapped one may be a number of Python
     params["dimensions"], place = dot_product.with_mapped(params["dimensions"], ranks, (lhs_dim, rhs_dim))
     rest = []
     if bias is not None:

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems import dot_layout
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
-from jax_splitk.problems.dot_reference import wide_dtype
+from jax_splitk.problems.dot_reference import lax_dot_general, wide_dtype
 from jax_splitk.runtime import _compat
 
 
@@ -19,7 +18,7 @@ def with_lax(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, params: dict[str, A
     dtype = params["compute_dtype"]
     wide = wide_dtype(dtype, out_dtype)  # lax does not narrow
     precision = params["precision"]
-    out = lax.dot_general(
+    out = lax_dot_general(
         lhs.astype(dtype), rhs.astype(dtype), params["dimensions"], precision=precision, preferred_element_type=wide
     )
     return out.astype(out_dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from jax_splitk.problems.dot_reference import lax_dot_general
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import Stretches
 from jax_splitk.quantized.array import differences, scaled
@@ -71,7 +72,7 @@ def scale_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) 
     """[groups, features] in float32: the sum over each group of (q - zero_point) * dW, where dW = x.T @ g."""
     if x.dtype != g.dtype:
         x, g = x.astype(jnp.float32), g.astype(jnp.float32)
-    d_weight = lax.dot_general(
+    d_weight = lax_dot_general(
         x, g, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     per_element = d_weight * _differences(layout, leaves)
@@ -81,7 +82,7 @@ def scale_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) 
 def zero_point_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
     """[groups, features] in float32: -scale times the sum of dW over each group, by sums of x over each group."""
     sums = x.astype(jnp.float32).reshape(x.shape[0], _group_count(layout), layout.group_size).sum(2)
-    d_weight = lax.dot_general(sums, g.astype(jnp.float32), (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+    d_weight = lax_dot_general(sums, g.astype(jnp.float32), (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
     return -_groups(layout, leaves[1]).astype(jnp.float32) * d_weight
 
 
@@ -150,7 +151,7 @@ def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax
         _, exponent = jnp.frexp(jnp.max(jnp.abs(weight), axis=axis, keepdims=True, initial=0))
         factor = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, -120))
         weight = weight / factor
-    out = lax.dot_general(
+    out = lax_dot_general(
         a,
         weight.astype(a.dtype),
         (((1,), (axis,)), ((), ())),

@@ -245,3 +245,15 @@ def test_divided_among_devices(kind: AxisType) -> None:
             assert ("all-reduce" in text) == summed
             assert "all-gather" not in text
             assert text.count("jax_splitk_host") == 1
+
+
+def test_ours_in_laxs_place_does_not_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What users do where a layer has no argument for it: also operands that are left to lax, and quantized weights."""
+    numbers = (((1,), (0,)), ((), ()))
+    weight = jax_splitk.quantize(jnp.ones((64, 8)), "int8", group_size=64)
+    monkeypatch.setattr(lax, "dot_general", jax_splitk.dot_general)
+    for dtype in ("float32", "int8"):
+        a, b = jnp.ones((3, 4), dtype), jnp.ones((4, 5), dtype)
+        np.testing.assert_array_equal(lax.dot_general(a, b, numbers), np.full((3, 5), 4))
+    gradient = jax.grad(lambda x: jax_splitk.quantized_matmul(x, weight).sum())(jnp.ones((2, 64)))
+    np.testing.assert_allclose(gradient, 8, atol=0.05)  # of a quantized 1
