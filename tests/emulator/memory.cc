@@ -106,14 +106,14 @@ struct Map {
     if (swizzle != 0 && inner > 16 << swizzle) fail("a tensor map's box of rows longer than the swizzle");
   }
 
-  // Where an element is, null outside of the tensor.
+  // Where an element is, null outside of the tensor. Addresses wrap at 2**64.
   const uint8_t* element(const int64_t* at) const {
-    const uint8_t* place = from;
+    uint64_t place = reinterpret_cast<uint64_t>(from);
     for (int i = 0; i < rank; ++i) {
       if (at[i] < 0 || at[i] >= dims[i]) return nullptr;
-      place += at[i] * strides[i];
+      place += uint64_t(at[i]) * uint64_t(strides[i]);
     }
-    return place;
+    return reinterpret_cast<const uint8_t*>(place);
   }
 
   // An element's bytes, zeros outside of the tensor.

@@ -253,6 +253,13 @@ __device__ inline void store_tile(const void* map, const void* from, int x, int 
                : "memory");
 }
 
+__device__ inline void store_tile(const void* map, const void* from, int x, int y, int z, int u) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "r"(u)
+      : "memory");
+}
+
 __device__ inline void store_tile(const void* map, const void* from, int x, int y, int z, int u, int v) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
