@@ -63,6 +63,12 @@ def _dot_general(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"batch": 1, "lhs_order": "bmk", "rhs_order": "bkn", "dtype": dtype, "out_dtype": out_dtype, **fields}
 
 
+def _ragged_dot(fields: Mapping[str, Any]) -> dict[str, Any]:
+    dtype = fields.get("dtype", "bfloat16")
+    out_dtype = "bfloat16" if dtype == "float8_e4m3fn" else dtype
+    return {"mode": "forward", "dtype": dtype, "out_dtype": out_dtype, **fields}
+
+
 def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:
     x_dtype = fields.get("x_dtype", "bfloat16")
     out_dtype = "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype
@@ -75,4 +81,5 @@ _COMPLETE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "conv_wgrad": _convolution,
     "dot_general": _dot_general,
     "quantized_matmul": _quantized_matmul,
+    "ragged_dot": _ragged_dot,
 }

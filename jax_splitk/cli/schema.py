@@ -50,6 +50,18 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "zero_dtype": ('"none"', "of packed zero points: as the scales, or none"),
         "layout": ("the newest", "version of the packed order"),
     },
+    "ragged_dot": {
+        "mode": ('"forward"', "forward (and the lhs gradient) or rhs_gradient"),
+        "groups": ("", "matrices of rhs, or of a rhs gradient"),
+        "m": ("", "rows of lhs, of all groups together"),
+        "k": ("", "columns of lhs"),
+        "n": ("", "columns of the other matrices"),
+        "dtype": ('"bfloat16"', "of both operands: bfloat16, float16, float32, float64 or float8_e4m3fn"),
+        "out_dtype": ("dtype", "of the result; bfloat16 for float8_e4m3fn"),
+        "precision": ('"default"', "default, high or highest"),
+        "rhs_order": ('"gkn"', "a forward product's rhs in memory, the contiguous dimension last: gkn or gnk"),
+        "total_groups": ("0", "elements of group_sizes where group_offset is given"),
+    },
 }
 
 

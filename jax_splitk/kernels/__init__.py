@@ -20,7 +20,8 @@ def register(op: str, family: Family[Any, Any]) -> None:
     were stored for problems that the family serves are measured again, since they were made without it.
 
     Args:
-      op: "conv_fprop", "conv_dgrad", "conv_wgrad", "quantized_matmul" or "dot_general".
+      op: "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul" or
+        "ragged_dot".
       family: an instance of a subclass of `CudaFamily` or `Family`; `Config` is a frozen dataclass, no
         other family has its name or its `Config`.
 

@@ -31,4 +31,5 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
     "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
+    "ragged_dot": (),
 }

@@ -27,6 +27,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
@@ -246,6 +247,10 @@ def _problem_numbers(problem: Problem) -> list[float]:
         p = problem
         of = [p.m, p.n, p.k, p.batch, "kmn".index(p.lhs_order[-1]), "kmn".index(p.rhs_order[-1])]
         of += [item(p.dtype), item(p.out_dtype)]
+    elif isinstance(problem, RaggedDotProblem):
+        p = problem
+        of = [p.m, p.n, p.k, p.groups, p.mode == "forward", "kn".index(p.rhs_order[-1])]
+        of += [item(p.dtype), item(p.out_dtype), p.m / p.groups]
     elif isinstance(problem, ConvProblem):
         p = problem
         of = [*p.group_channels, p.taps, math.prod(p.output_spatial), math.prod(p.window_strides), p.rank]

@@ -20,6 +20,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
 # An H200's. Of other devices the number of cores and the rate of memory count, and what is fitted to their times.
@@ -149,7 +150,7 @@ def _floor(problem: Problem | ConvProblem, dtype: str, share: _Share, moved: flo
     return max(arithmetic, moved / (_BYTES * share.memory)) + _LAUNCH_SECONDS
 
 
-def _arithmetic(problem: ConvProblem | DotProblem) -> str:
+def _arithmetic(problem: ConvProblem | DotProblem | RaggedDotProblem) -> str:
     if problem.dtype != "float32":
         return "half" if problem.dtype in ("bfloat16", "float16") else problem.dtype
     return "exact" if "highest" in problem.precision else "float32"
@@ -206,11 +207,21 @@ def _of_dot_general(p: DotProblem, share: _Share) -> Features:
     return Features(" ".join(kinds), floor, kinds, sizes)
 
 
+def _of_ragged_dot(p: RaggedDotProblem, share: _Share) -> Features:
+    """XLA multiplies every row with the matrix of every group."""
+    arithmetic, dense = _arithmetic(p), dataclasses.replace(p, m=p.m * p.groups)
+    floor = _floor(dense, arithmetic, share, p.bytes_moved)
+    sizes = {"microseconds": floor * 1e6, "groups": float(p.groups), "rows": p.m / p.groups}
+    kinds = (p.mode.replace("_", " "), arithmetic)
+    return Features(" ".join(kinds), floor, kinds, sizes)
+
+
 _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "conv_fprop": _of_conv,
     "conv_dgrad": _of_conv,
     "conv_wgrad": _of_conv,
     "dot_general": _of_dot_general,
     "quantized_matmul": _of_quantized_matmul,
+    "ragged_dot": _of_ragged_dot,
 }
 _OPERATIONS = tuple(_FEATURES)

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_splitk.problems import conv_reference, dot_reference, quantized_reference
+from jax_splitk.problems import conv_reference, dot_reference, quantized_reference, ragged_reference
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import normals
 
 
@@ -58,4 +59,5 @@ OPERATIONS: dict[str, Operation] = {
         QuantizedMatmulProblem.representatives,
         QuantizedMatmulProblem.represented,
     ),
+    "ragged_dot": Operation(RaggedDotProblem, ragged_reference.random_operands, ragged_reference.ragged_dot),
 }
