@@ -140,6 +140,11 @@ inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int = 32) {
   return emulator::from_lane(mask, value, emulator::self->number % 32 ^ lanes, "__shfl_xor_sync");
 }
 template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, int lanes, int = 32) {
+  const int lane = emulator::self->number % 32;
+  return emulator::from_lane(mask, value, lane < lanes ? lane : lane - lanes, "__shfl_up_sync");
+}
+template <class T>
 inline T __shfl_down_sync(unsigned mask, T value, int lanes, int = 32) {
   const int lane = emulator::self->number % 32;
   return emulator::from_lane(mask, value, lane + lanes < 32 ? lane + lanes : lane, "__shfl_down_sync");

@@ -1,17 +1,24 @@
-// The sums of a tile (wgmma_tile.cuh) as 16-bit results in shared memory, from where they go to memory in
-// whole rows.
+// The sums of a tile (wgmma_tile.cuh) as results in shared memory, from where they go to memory in whole rows.
 //
-// The result's rows are those of the product, or its columns under SWAP. They lie in boxes of 64 rows and 64
-// columns, of which a row is 128 bytes: 16-byte chunk i at i ^ row % 8, so that neither stores nor loads
-// meet conflicts.
+// The result's rows are those of the product, or its columns under SWAP. They lie in boxes of 64 rows, of
+// which a row is 128 bytes: 16-byte chunk i at i ^ row % 8, so that neither stores nor loads meet conflicts.
 //
-// Macros: SWAP, OUT (output.cuh; a type of 16 bits), and those of wgmma_tile.cuh.
+// Macros: SWAP, OUT (output.cuh), PARTS (1; the tile leaves in so many parts, of equal columns of the
+// result), and those of wgmma_tile.cuh.
 
 #include "device/output.cuh"
 #include "device/wgmma_tile.cuh"
 
-constexpr int COLUMN_BOXES = SWAP ? M_BLOCKS : N_BLOCKS;  // of the result
-[[maybe_unused]] constexpr int PACKED_BYTES = M_BLOCKS * N_BLOCKS * BLOCK_BYTES;
+#ifndef PARTS
+#define PARTS 1
+#endif
+static_assert(PARTS == 1 || !SWAP);
+
+constexpr int BOX_COLUMNS = 128 / sizeof(Output);
+[[maybe_unused]] constexpr int RESULT_ROWS = SWAP ? TILE_N : TILE_M;
+constexpr int RESULT_COLUMNS = (SWAP ? TILE_M : TILE_N) / PARTS;  // of a part
+constexpr int COLUMN_BOXES = (RESULT_COLUMNS + BOX_COLUMNS - 1) / BOX_COLUMNS;
+[[maybe_unused]] constexpr int PACKED_BYTES = (RESULT_ROWS + 63) / 64 * COLUMN_BOXES * BLOCK_BYTES;
 
 __device__ inline uint32_t chunk_at(uint32_t tile, int row_box, int column_box, int row, int chunk) {
   return tile + (row_box * COLUMN_BOXES + column_box) * BLOCK_BYTES + row * 128 + (chunk ^ row % 8) * 16;
@@ -22,7 +29,8 @@ __device__ inline uint32_t packed(const float* v) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-__device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc) {
+// 16-bit results.
+__device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc, int part = 0) {
   // Lanes 8*i to 8*i+7 have the addresses of the i-th of four 8x8 matrices: two halves, for j and j + 1.
   const int lane = threadIdx.x % 32, row = lane % 8, odd = lane / 16;
   const int eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
@@ -30,8 +38,8 @@ __device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumula
   for (int m = 0; m < M_PER_WG; ++m) {
     const int box = m * CONSUMERS + warpgroup;
 #pragma unroll
-    for (int j = 0; j < TILE_N / 8; j += 2) {
-      const float* v = &acc[m][j * 4];
+    for (int j = 0; j < TILE_N / PARTS / 8; j += 2) {
+      const float* v = &acc[m][(part * (TILE_N / PARTS / 8) + j) * 4];
       const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
 #if SWAP
       store_matrices_trans(chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight), matrices);
@@ -39,5 +47,60 @@ __device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumula
       store_matrices(chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd), matrices);
 #endif
     }
+  }
+}
+
+// float32 results.
+__device__ inline void stage_floats(uint32_t tile, int warpgroup, const Accumulator& acc, int part = 0) {
+  const int lane = threadIdx.x % 32, row = (threadIdx.x % 128) / 32 * 16 + lane / 4, pair = lane % 4;
+#pragma unroll
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int block = m * CONSUMERS + warpgroup;
+#pragma unroll
+    for (int j = 0; j < TILE_N / PARTS / 8; ++j) {
+      const float* v = &acc[m][(part * (TILE_N / PARTS / 8) + j) * 4];
+#if SWAP
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int to_row = j * 8 + pair * 2 + i % 2, to_column = block * 64 + row + i / 2 * 8;
+        const uint32_t chunk =
+            chunk_at(tile, to_row / 64, to_column / 32, to_row % 64, to_column % 32 / 4);
+        store_shared(chunk + to_column % 4 * 4, __float_as_uint(v[i]));
+      }
+#else
+      const int chunk = j % 4 * 2 + pair / 2, byte = pair % 2 * 8;
+      store_shared(chunk_at(tile, block, j / 4, row, chunk) + byte, make_float2(v[0], v[1]));
+      store_shared(chunk_at(tile, block, j / 4, row + 8, chunk) + byte, make_float2(v[2], v[3]));
+#endif
+    }
+  }
+}
+
+__device__ inline void stage_result(uint32_t tile, int warpgroup, const Accumulator& acc, int part = 0) {
+  if constexpr (OUT == FLOAT) {
+    stage_floats(tile, warpgroup, acc, part);
+  } else {
+    stage_packed(tile, warpgroup, acc, part);
+  }
+}
+
+// visit(row and column of the result in the tile, byte from the tile's first) for the boxes that a consumer has
+// of a part.
+template <class Visit>
+__device__ inline void for_boxes(int warpgroup, int part, const Visit& visit) {
+  for (int m = 0; m < M_PER_WG; ++m) {
+    const int block = m * CONSUMERS + warpgroup;
+#if SWAP
+    constexpr int BOXES = 64 / BOX_COLUMNS;  // of 64 columns
+    for (int row = 0; row < TILE_N; row += 64) {
+      for (int i = block * BOXES; i < (block + 1) * BOXES; ++i) {
+        visit(row, i * BOX_COLUMNS, chunk_at(0, row / 64, i, 0, 0));
+      }
+    }
+#else
+    for (int i = 0; i < COLUMN_BOXES; ++i) {
+      visit(block * 64, part * RESULT_COLUMNS + i * BOX_COLUMNS, chunk_at(0, block, i, 0, 0));
+    }
+#endif
   }
 }

@@ -1,0 +1,105 @@
+"""Kernel family: grouped products whose reduction is ragged (device code: ragged/ragged_k.cu).
+
+The gradient of `lax.ragged_dot` by rhs: for each group the product of its rows of two matrices. How the tiles are shared
+among the thread blocks: ragged/schedule_k.cuh.
+"""
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.ragged import tiles
+from jax_splitk.kernels.ragged.maps import group_map
+from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
+from jax_splitk.kernels.work import Work
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
+
+_BLOCK = 64  # rows of a stage; rows and columns of a block of an operand
+_STORE = 2  # units of time for a tile's results: schedule_k.cuh
+_MAX_UNITS = 2**30
+_ADD_THREADS, _ADD_BLOCKS = 256, 4
+
+
+def tile_counts(problem: RaggedDotProblem, config: Config) -> tuple[int, int]:
+    """(rows, columns) of tiles of a matrix."""
+    return -(-problem.k // config.tile_m), -(-problem.n // config.tile_n)
+
+
+def units(problem: RaggedDotProblem, config: Config) -> int:
+    """Units of time of all tiles, at most, whatever the sizes are."""
+    rows, columns = tile_counts(problem, config)
+    return (problem.m // _BLOCK + problem.groups * (1 + _STORE)) * rows * columns
+
+
+class RaggedK(RaggedFamily):
+    """Chosen for every gradient of rhs with 16-bit operands."""
+
+    name = "ragged_k"
+    ABI = 1
+    file = "ragged/ragged_k.cu"
+    mode = "rhs_gradient"
+    TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 256), (64, 128))
+
+    def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
+        if (reason := super().config_refusal(problem, config)) is not None:
+            return reason
+        if (needed := units(problem, config)) > _MAX_UNITS:
+            return f"{needed} stages of all tiles; accepted: at most {_MAX_UNITS}"
+        return None
+
+    def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
+        p = problem
+        rows, columns = tile_counts(p, config)
+        # Groups end in the middle of a stage.
+        total = (p.rows / _BLOCK + 0.5 * p.groups) * rows * columns
+        stages = int(total / config.workers) + 1
+        waves = max(1.0, rows * columns * p.groups / config.workers)
+        return Work(
+            **config.stage_work(stages, max(config.stages, stages), 1),
+            rows=stages * config.stage_bytes / 128,
+            memory_bytes=p.bytes_moved,
+            waves=1,
+            stored_bytes=config.tile_m * config.tile_n * waves,
+            launches=2,
+        )
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
+        """Two slots of fp32 sums of a tile for each worker."""
+        return 2 * config.workers * config.tile_m * config.tile_n * 4
+
+    def args(self, problem: RaggedDotProblem, config: Config) -> Values:
+        p = problem
+        rows, columns = tile_counts(p, config)
+        fields = {"m": p.m, "rows_of_matrix": p.k, "n": p.n, "rows": rows, "columns": columns}
+        return Values("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
+
+    def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
+        return {**super().macros(problem, config), "WORKERS": config.workers}
+
+    def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        p = problem
+        item = jnp.dtype(p.out_dtype).itemsize
+        strides = (p.n * item, p.k * p.n * item)
+        box = (128 // item, _BLOCK, 1)
+        out = plan.TiledMap(self.out_buffer(p), p.out_dtype, (p.n, p.k, p.groups), strides, box)
+        return group_map(0, p.dtype, p.k, _BLOCK), group_map(1, p.dtype, p.n, _BLOCK), out
+
+    def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
+        out = self.out_buffer(problem)
+        slots, result = plan.Pointer(out + 1), plan.Pointer(out)
+        main = self.main_launch(problem, config, slots)
+        sizes, offset = main.params[3:5]
+        add = plan.Launch(
+            kernel=self.kernel_name(problem, "_reduce"),
+            grid=(max(1, config.workers - 1), _ADD_BLOCKS, 1),
+            block=(_ADD_THREADS, 1, 1),
+            params=(slots, result, sizes, offset, self.args(problem, config).param()),
+            programmatic=True,
+        )
+        return (main,) if config.workers == 1 else (main, add)
+
+
+FAMILY = RaggedK(tiles.Config)

@@ -1,0 +1,103 @@
+"""Kernel family: grouped products whose rows are ragged (device code: ragged/ragged_m.cu).
+
+`lax.ragged_dot`, and its gradient of lhs: each group's rows times the group's own matrix. Tiles begin where a group
+begins. Group sizes stay on the device.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from jax_splitk.kernels.device.split_tile import is_whole, operand_map
+from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.ragged import tiles
+from jax_splitk.kernels.ragged.maps import group_map
+from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
+from jax_splitk.kernels.work import Work
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
+
+# Stages of a float32 result: the tensor cores truncate their sums.
+_MAX_FLOAT32_CHAIN = 512
+# (columns of the matrices, rows of lhs) of a tile under `swap`.
+_SWAPPED = tuple((m, n) for m in (64, 128, 256) for n in (8, 16, 32, 64, 128) if (m, n) != (256, 128))
+_BOX_ROWS = 64
+
+
+def _whole(problem: RaggedDotProblem) -> bool:
+    return is_whole(problem.n)
+
+
+class RaggedM(RaggedFamily):
+    """Chosen for every forward product of 16-bit operands."""
+
+    name = "ragged_m"
+    ABI = 1
+    file = "ragged/ragged_m.cu"
+    mode = "forward"
+    TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 256), (64, 128))
+    swaps = (False, True)
+
+    def tiles(self, config: Config) -> Sequence[tuple[int, int]]:
+        return _SWAPPED if config.swap else self.TILES
+
+    def problem_refusal(self, problem: RaggedDotProblem) -> str | None:
+        if (reason := super().problem_refusal(problem)) is not None:
+            return reason
+        if problem.out_dtype == "float32" and self._k_blocks(problem) > _MAX_FLOAT32_CHAIN:
+            return f"k={problem.k} with a float32 result; accepted: at most {_MAX_FLOAT32_CHAIN * 64}"
+        return None
+
+    @staticmethod
+    def _k_blocks(problem: RaggedDotProblem) -> int:
+        return -(-problem.k // 64)
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def shapes(self, problem: RaggedDotProblem, target: Target) -> Iterator[Config]:
+        yield from super().shapes(problem, target)
+        yield from (Config(m, n, 1, target.cores, swap=True) for m, n in _SWAPPED)
+
+    def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
+        p = problem
+        groups = max(1, min(p.groups, p.rows))
+        rows = max(1.0, p.rows / groups)  # of a group: as if they were even, with half a tile more for its end
+        tall = max(1.0, rows / config.tile_rows + 0.5) if rows > 1 else 1.0
+        count = groups * tall * -(-p.n // config.tile_columns)
+        workers = min(config.workers, target.cores)
+        waves = max(1.0, count / workers + (0.5 if count > workers else 0.0))
+        stages = int(waves * self._k_blocks(p))
+        stored = config.tile_rows * config.tile_columns
+        return Work(
+            **config.stage_work(stages, max(config.stages, stages), 1),
+            rows=stages * config.stage_bytes / 128,
+            memory_bytes=p.bytes_moved,
+            memory_share=min(1.0, count / target.cores),
+            waves=1,
+            stored_bytes=stored * waves,
+        )
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def args(self, problem: RaggedDotProblem, config: Config) -> Values:
+        p = problem
+        columns = -(-p.n // config.tile_columns)
+        fields = {"m": p.m, "n": p.n, "k_blocks": self._k_blocks(p), "columns": columns}
+        return Values("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
+
+    def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
+        is_mn = problem.rhs_order == "gkn"
+        return {**super().macros(problem, config), "B_MN": int(is_mn), "B_WHOLE": int(_whole(problem))}
+
+    def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        p = problem
+        lhs = operand_map(0, p.dtype, (1, p.m, p.k), "bmk", config.tile_rows)
+        order = {"gkn": "bkn", "gnk": "bnk"}[p.rhs_order]
+        rhs = operand_map(1, p.dtype, p.rhs_shape, order, config.tile_columns)
+        rows = min(_BOX_ROWS, config.tile_rows)
+        return lhs, rhs, group_map(self.out_buffer(p), p.out_dtype, p.n, rows)
+
+    def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
+        return (self.main_launch(problem, config),)
+
+
+FAMILY = RaggedM(tiles.Config)

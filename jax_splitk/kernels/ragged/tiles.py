@@ -1,0 +1,179 @@
+"""What the two families of grouped products share: persistent tiles, whose results leave by TMA."""
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.device.wgmma_tile import RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, WgmmaTile, tile_refusal
+from jax_splitk.kernels.family import ModelledFamily, call_buffers, field_macros, field_refusal
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
+
+MIN_STAGES, MAX_STAGES = 2, 8
+MAX_GROUPS = 4096  # whose ends are in shared memory
+MAX_WORKERS = 256
+MAX_SIZE = 2**30  # of m, k and n: coordinates of tensor maps, with what tiles have beyond
+_ALIGNMENT = 1024  # of the stages
+_BLOCK = 64  # rows of a block of shared memory, and elements of its rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(WgmmaTile):
+    """How a grouped product is computed.
+
+    Attributes:
+      tile_m, tile_n, stages: see `WgmmaTile`.
+      workers: persistent thread blocks.
+      parts: into which a tile's columns are cut when it is stored: more leave room for another stage.
+      swap: the matrices' columns are WGMMA's rows, and the rows of lhs its columns.
+    """
+
+    workers: int
+    parts: int = 1
+    swap: bool = False
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 1
+
+    @property
+    def tile_rows(self) -> int:
+        return self.tile_n if self.swap else self.tile_m
+
+    @property
+    def tile_columns(self) -> int:
+        return self.tile_m if self.swap else self.tile_n
+
+
+def result_bytes(problem: RaggedDotProblem, config: Config) -> int:
+    """Shared memory for a part of a tile's results, in boxes of 64 rows of 128 bytes."""
+    row = config.tile_columns // config.parts * jnp.dtype(problem.out_dtype).itemsize
+    return -(-config.tile_rows // _BLOCK) * _BLOCK * -(-row // ROW_BYTES) * ROW_BYTES
+
+
+def group_count(problem: RaggedDotProblem) -> int:
+    """Groups for which the kernels have room (macro GROUPS); so code serves many problems."""
+    return -(-problem.size_count // 64) * 64
+
+
+def shared_bytes(problem: RaggedDotProblem, config: Config) -> int:
+    """Of a thread block: dynamic shared memory, and what the kernels declare."""
+    declared = RESERVED_BYTES - _ALIGNMENT + 4 * group_count(problem)  # barriers, items, the ends of the groups
+    return _dynamic_bytes(problem, config) + declared
+
+
+def _dynamic_bytes(problem: RaggedDotProblem, config: Config) -> int:
+    return config.stages * config.stage_bytes + result_bytes(problem, config) + _ALIGNMENT
+
+
+class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
+    """Persistent kernels of three tensor maps."""
+
+    mode: str
+    TILES: Sequence[tuple[int, int]]
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def problem_refusal(self, problem: RaggedDotProblem) -> str | None:
+        p = problem
+        if p.mode != self.mode:
+            return f"mode {p.mode!r}; accepted: {self.mode!r}"
+        if p.dtype not in ("bfloat16", "float16"):
+            return f"dtype {p.dtype}; accepted: bfloat16, float16"
+        if p.out_dtype not in split_k.OUT_CODES:
+            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+        for name in ("k", "n"):
+            if (size := getattr(p, name)) % 8:
+                return f"{name}={size}, which is contiguous; accepted: multiples of 8"
+        for name in ("m", "k", "n"):
+            if (size := getattr(p, name)) > MAX_SIZE:
+                return f"{name}={size}; accepted: at most {MAX_SIZE}"
+        if p.size_count > MAX_GROUPS:
+            return f"{p.size_count} groups; accepted: at most {MAX_GROUPS}"
+        return None
+
+    def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
+        if (reason := tile_refusal(config, self.tiles(config))) is not None:
+            return reason
+        accepted = {"stages": range(MIN_STAGES, MAX_STAGES + 1), "workers": range(1, MAX_WORKERS + 1)}
+        if (reason := field_refusal(config, **accepted, parts=(1, 2, 4), swap=self.swaps)) is not None:
+            return reason
+        part = config.tile_n * jnp.dtype(problem.out_dtype).itemsize // config.parts
+        if config.parts > 1 and (config.swap or part % ROW_BYTES):
+            return f"parts {config.parts} of {config.tile_n} columns; accepted: parts of whole {ROW_BYTES} bytes, without swap"
+        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        return None
+
+    swaps: Sequence[bool] = (False,)
+
+    def tiles(self, config: Config) -> Sequence[tuple[int, int]]:
+        """(tile_m, tile_n) that there are."""
+        return self.TILES
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def blocks_per_sm(self, problem: RaggedDotProblem, config: Config) -> int:
+        return 1
+
+    def shapes(self, problem: RaggedDotProblem, target: Target) -> Iterator[Config]:
+        """Candidates with one stage, and results in one part."""
+        yield from (self.Config(m, n, 1, target.cores) for m, n in self.TILES)
+
+    def candidates(self, problem: RaggedDotProblem, target: Target) -> list[Config]:
+        found = []
+        for shape in self.shapes(problem, target):
+            for parts in (1, 2, 4):
+                config = dataclasses.replace(shape, parts=parts)
+                room = SHARED_BYTES - shared_bytes(problem, config) + config.stage_bytes
+                found.append(dataclasses.replace(config, stages=min(MAX_STAGES, room // config.stage_bytes)))
+        legal = [config for config in found if self.config_refusal(problem, config) is None]
+        return self.by_estimate(problem, legal, target)
+
+    def neighbours(self, problem: RaggedDotProblem, config: Config, target: Target) -> list[Config]:
+        return [dataclasses.replace(config, stages=config.stages - 1)]
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def args(self, problem: RaggedDotProblem, config: Config) -> Values:
+        """The kernels' struct `Args`."""
+
+    def declared(self, problem: RaggedDotProblem, config: Config) -> tuple[Values, ...]:
+        return (self.args(problem, config),)
+
+    def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
+        return {
+            "ELEMENT": split_k.OUT_CODES[problem.dtype],
+            "OUT": split_k.OUT_CODES[problem.out_dtype],
+            **field_macros(config, "tile_m", "tile_n", "stages", "parts", "swap"),
+            "CTAS_PER_SM": 1,
+            "PERSISTENT": 1,
+            "GROUPS": group_count(problem),
+            "HAS_OFFSET": int(problem.has_offset),
+        }
+
+    def buffers(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Buffer, ...]:
+        """lhs, rhs, group_sizes, group_offset if there is one, out, workspace."""
+        return call_buffers(problem, self.workspace_bytes(problem, config))
+
+    def out_buffer(self, problem: RaggedDotProblem) -> int:
+        return 3 + problem.has_offset
+
+    def main_launch(self, problem: RaggedDotProblem, config: Config, *params: Any) -> plan.Launch:
+        """The first kernel; `params` follow those that both families have."""
+        maps = tuple(plan.MapParam(i) for i in range(3))
+        sizes, offset = plan.Pointer(2), plan.Pointer(2 + problem.has_offset)
+        return plan.Launch(
+            kernel=self.kernel_name(problem),
+            grid=(config.workers, 1, 1),
+            block=(config.threads, 1, 1),
+            params=(*maps, sizes, offset, self.args(problem, config).param(), *params),
+            shared_bytes=_dynamic_bytes(problem, config),
+        )
