@@ -156,6 +156,7 @@ __device__ __forceinline__ void multiply_items(const Kernel& kernel, Work& work,
 #pragma unroll 1
       for (int i = 0; i < item.stages; ++i) {
         pipeline.wait_full(at);
+        named_sync(128, 1 + warpgroup);  // no warp may be more than a phase behind
         if (threadIdx.x % 128 == 0) pipeline.release(at.stage);
         at.advance(STAGES);
       }

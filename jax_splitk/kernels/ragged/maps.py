@@ -1,8 +1,8 @@
 """Tensor maps whose bounds are those of one group of rows, wherever the group begins and ends.
 
-TMA leaves out what lies outside of a tensor: it loads zeros and stores nothing. A group's bounds are known on the device
-alone, where a map cannot be changed cheaply. So the map has more dimensions than the matrix, and its coordinates say where
-the group ends. Row i of a group of `size` rows that begins at row `start` has the coordinates
+TMA leaves out what lies outside of a tensor: it loads zeros and stores nothing. A group's bounds are known on the
+device alone, where a map cannot be changed cheaply. So the map has more dimensions than the matrix, and its coordinates
+say where the group ends. Row i of a group of `size` rows that begins at row `start` has the coordinates
 
     (column, 2**30 - size + i, start + size, 2**30)
 

@@ -4,10 +4,8 @@
 //
 // TMA loads zeros for what is beyond the group's rows (group_map.cuh). Who computes what: schedule_k.cuh.
 //
-// Workspace: two slots of fp32 sums of a tile for each worker. The first has its part of a tile that began in
-// the range of a worker before it, the second its part of one that ends in a later one's. A second kernel adds
-// the parts of such tiles in the order of the workers. A worker that adds a tile by several items, too, keeps
-// the sums between them in the second slot.
+// Workspace: slots of fp32 sums of a tile. The pieces of tiles that are cut have one each, and the last kernel adds
+// them. For float32 results each worker has one more, for the sums of a tile that takes several items.
 //
 // Macros: ELEMENT (a number of output.cuh), HAS_OFFSET (1: a group offset is given), and those of
 // schedule_k.cuh and of device/persistent_tile.cuh.
@@ -47,28 +45,23 @@ struct RaggedK : PersistentKernel {
 
   // ---- schedule ----
 
+  // A tile, or a piece of it, is one item, or several of as many stages as the tensor cores may add.
   template <class Emit>
   __device__ void schedule(const Emit& emit) const {
     const Schedule all(sizes, offset, args.groups, args.matrices, args.m, args.rows * args.columns, ends);
-    const int worker = blockIdx.x;
-    // A part of a tile, in items of as many stages as the tensor cores may add.
-    const auto put = [&](int matrix, int tile, int first, int end, bool is_whole) {
+    all.for_work(blockIdx.x, [&](int matrix, int tile, int first, int end, int slot) {
       const Place at = place_of(tile, args.rows, args.columns);
+      const int keeps = slot < 0 ? 0 : KEEPS;
       Item item{};
       item.matrix = matrix, item.place = at.row << 16 | at.column;
       item.start = all.start(matrix), item.size = all.size(matrix);
-      item.slot = 2 * worker + (first == 0), item.first = first;
+      item.slot = slot < 0 ? SLOTS + blockIdx.x : slot, item.first = first;
       do {
         item.stages = min(end - item.first, CHAIN_STAGES);
-        const bool is_last = item.first + item.stages == end;
-        item.flags = (item.first > first ? ADDS : 0) | (is_last && is_whole ? 0 : KEEPS);
+        item.flags = (item.first > first ? ADDS : 0) | (item.first + item.stages < end ? KEEPS : keeps);
         emit(item);
         item.first += item.stages;
       } while (item.first < end);
-    };
-    all.for_whole(worker, [&](int matrix, int tile, int stages) { put(matrix, tile, 0, stages, true); });
-    all.for_cut(worker, [&](int matrix, int tile, int first, int end, int stages) {
-      put(matrix, tile, first, end, first == 0 && end == stages);
     });
   }
 
@@ -129,38 +122,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   run_items(RaggedK{{}, a_map, b_map, out_map, sizes, offset, args, slots, ends});
 }
 
-// Adds the parts of tiles that several workers have. Block (x, y) has the tile that is the first to be cut where
-// worker x + 1 begins, and a part of its sums.
+// Adds the pieces of tiles that are cut. Block (x, y) has the x-th such tile, and a part of its sums.
 extern "C" __global__ void __launch_bounds__(ADD_THREADS)
     KERNEL(_reduce)(const float4* slots, Output* out, const int* sizes, const int* offset,
                     const __grid_constant__ Args args) {
   __shared__ int ends[GROUPS];
-  __shared__ int found[3];  // matrix, tile, and the end of the workers that have parts of it
+  __shared__ int found[4];  // matrix, tile, first slot, pieces
   if (threadIdx.x < 32) {
     const Schedule all(sizes, offset, args.groups, args.matrices, args.m, args.rows * args.columns, ends);
-    int matrix = -1, tile = 0, end = blockIdx.x + 1;
-    // The part with which the worker before ends, if it is the first of its tile and not the last.
-    all.for_cut(blockIdx.x, [&](int of_matrix, int of_tile, int first, int to, int stages) {
-      if (first == 0 && to < stages) matrix = of_matrix, tile = of_tile;
+    int matrix = -1, tile = 0, first = 0, pieces = 0, before = 0, cut_ones = all.cut_ones;
+    all.for_matrices([&](int other, int, const Cut& cut, int slot) {
+      const int number = int(blockIdx.x) - before;
+      if (number < cut.tiles) {
+        matrix = other, tile = all.tiles - cut.tiles + number, pieces = cut.pieces, first = slot + number * pieces;
+        return false;
+      }
+      before += cut.tiles;
+      return --cut_ones > 0;  // the longest, which are cut, come first
     });
-    for (bool more = matrix >= 0; more; ++end) {
-      all.for_cut(end, [&](int of_matrix, int of_tile, int, int to, int stages) {
-        if (of_matrix == matrix && of_tile == tile) more = to < stages;
-      });
-    }
-    if (threadIdx.x == 0) found[0] = matrix, found[1] = tile, found[2] = end;
+    if (threadIdx.x == 0) found[0] = matrix, found[1] = tile, found[2] = first, found[3] = pieces;
   }
   __syncthreads();
   if (found[0] < 0) return;
-  wait_on_dependent_grids();
   const Place at = place_of(found[1], args.rows, args.columns);
+  wait_on_dependent_grids();
 #pragma unroll 1
   for (int i = blockIdx.y * ADD_THREADS + threadIdx.x; i < SLOT_CHUNKS; i += gridDim.y * ADD_THREADS) {
-    const float4* chunk = slots + i;
-    float4 sum = chunk[size_t(2 * blockIdx.x + 1) * SLOT_CHUNKS];
-    for (int worker = blockIdx.x + 1; worker < found[2]; ++worker) {
-      const float4 part = chunk[size_t(2 * worker) * SLOT_CHUNKS];
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    const float4* chunk = slots + size_t(found[2]) * SLOT_CHUNKS + i;
+    float4 sum = *chunk;
+#pragma unroll 4
+    for (int piece = 1; piece < found[3]; ++piece) {
+      chunk += SLOT_CHUNKS;
+      const float4 v = *chunk;
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     const int four = i / CONSUMER_THREADS, thread = i % CONSUMER_THREADS;
     const int block = four / (ACCUMULATORS / 4) * CONSUMERS + thread / 128;

@@ -1,7 +1,7 @@
 """Kernel family: grouped products whose reduction is ragged (device code: ragged/ragged_k.cu).
 
-The gradient of `lax.ragged_dot` by rhs: for each group the product of its rows of two matrices. How the tiles are shared
-among the thread blocks: ragged/schedule_k.cuh.
+The gradient of `lax.ragged_dot` by rhs: for each group the product of its rows of two matrices. How the tiles are
+shared among the thread blocks: ragged/schedule_k.cuh.
 """
 
 from jax import numpy as jnp
@@ -16,9 +16,9 @@ from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 _BLOCK = 64  # rows of a stage; rows and columns of a block of an operand
-_STORE = 2  # units of time for a tile's results: schedule_k.cuh
+_STORE = 4  # units of time for a tile's results: schedule_k.cuh
 _MAX_UNITS = 2**30
-_ADD_THREADS, _ADD_BLOCKS = 256, 4
+_ADD_THREADS, _ADD_BLOCKS = 256, 8
 
 
 def tile_counts(problem: RaggedDotProblem, config: Config) -> tuple[int, int]:
@@ -67,8 +67,9 @@ class RaggedK(RaggedFamily):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
-        """Two slots of fp32 sums of a tile for each worker."""
-        return 2 * config.workers * config.tile_m * config.tile_n * 4
+        """Slots of fp32 sums of a tile: see ragged_k.cu."""
+        slots = 3 if problem.out_dtype == "float32" else 2  # for each worker
+        return slots * config.workers * config.tile_m * config.tile_n * 4
 
     def args(self, problem: RaggedDotProblem, config: Config) -> Values:
         p = problem
@@ -89,17 +90,17 @@ class RaggedK(RaggedFamily):
 
     def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
         out = self.out_buffer(problem)
-        slots, result = plan.Pointer(out + 1), plan.Pointer(out)
+        result, slots = plan.Pointer(out), plan.Pointer(out + 1)
         main = self.main_launch(problem, config, slots)
-        sizes, offset = main.params[3:5]
-        add = plan.Launch(
+        sizes, offset, args = main.params[3:6]
+        reduce = plan.Launch(
             kernel=self.kernel_name(problem, "_reduce"),
-            grid=(max(1, config.workers - 1), _ADD_BLOCKS, 1),
+            grid=(config.workers, _ADD_BLOCKS, 1),  # a tile that is cut has two slots or more
             block=(_ADD_THREADS, 1, 1),
-            params=(slots, result, sizes, offset, self.args(problem, config).param()),
+            params=(slots, result, sizes, offset, args),
             programmatic=True,
         )
-        return (main,) if config.workers == 1 else (main, add)
+        return main, reduce
 
 
 FAMILY = RaggedK(tiles.Config)

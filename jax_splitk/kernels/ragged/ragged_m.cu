@@ -51,23 +51,23 @@ struct RaggedM : PersistentKernel {
   __device__ void schedule(const Emit& emit) const {
     find_groups(sizes, args.groups, args.m, ends);
     const int first_matrix = HAS_OFFSET ? __ldg(offset) : 0;
-    int tile = blockIdx.x, start = 0;
+    int tile = blockIdx.x, first = 0, start = 0;
 #pragma unroll 1
     for (int group = 0; group <= args.groups; ++group) {
       const bool is_group = group < args.groups;  // else all rows that are left
-      const int end = is_group ? ends[group] : args.m, size = end - start;
-      const int tall = (size + TILE_ROWS - 1) / TILE_ROWS, count = tall * args.columns, matrix = group - first_matrix;
+      const int end = is_group ? ends[group] : args.m, size = end - start, matrix = group - first_matrix;
+      const int rows = (size + TILE_ROWS - 1) / TILE_ROWS, count = rows * args.columns;
       const bool is_product = is_group && matrix >= 0 && matrix < args.matrices;
 #pragma unroll 1
-      for (; tile < count; tile += gridDim.x) {
-        const Place at = place_of(tile, tall, args.columns);
+      for (; tile < first + count; tile += gridDim.x) {
+        const Place at = place_of(tile - first, rows, args.columns);
         Item item{};
         item.stages = is_product ? args.k_blocks : 0;
         item.matrix = matrix, item.start = start, item.size = size;
         item.row = at.row * TILE_ROWS, item.column = at.column * TILE_COLUMNS;
         emit(item);
       }
-      tile -= count, start = end;
+      first += count, start = end;
     }
   }
 

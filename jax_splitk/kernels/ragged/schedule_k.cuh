@@ -1,22 +1,23 @@
-// Which thread block (a worker) computes what of a grouped product whose reduction is ragged (ragged_k.cu).
-// Every worker finds the same schedule for itself, so the order of sums depends on the sizes alone.
+// Which thread block (a worker) computes what of a grouped product whose reduction is ragged (ragged_k.cu). Each
+// worker finds the whole schedule for itself, so nothing but the sizes decides who computes what.
 //
-// A tile of a group of s stages takes s + STORE units of time. As long as a group has a tile for each worker,
-// each computes one. The rest of its tiles, less than WORKERS, is shared in one of two ways:
+// A tile of a group of s stages takes about s + STORE units of time. Groups come one after the other, the longest
+// first, and each tile goes to the worker that has the least to do so far (list scheduling). Workers compute the
+// tiles of a group at about the same time, and share what they read.
 //
-//   cut    where a tile would take more than 1/FEW of a worker's time. The units of all these tiles are cut into
-//          equal ranges, one for each worker. A tile that is cut is added from the workers' parts
-//          (ragged_k_reduce).
-//   whole  by the workers that have the least to do so far (list scheduling)
-//
-// Tiles of one group are computed at about the same time: they share what they read.
+// Where a tile would take more than 1/FEW of a worker's time, its group is cut: first as many tiles as fill the
+// machine some times are computed as others are. The rest are cut into pieces along the reduction, so many that
+// the pieces fill the machine. Pieces of the same rows are computed at the same time. Each leaves its sums in a
+// slot of the workspace, and a second kernel adds the pieces of a tile in their order.
 //
 // Macros: WORKERS (thread blocks of the grid), GROUPS.
 
 #include "ragged/groups.cuh"
 
-constexpr int STORE = 2, FEW = 16;
-constexpr int LEAST = 16;  // units of a worker's range, and of a tile that is cut
+constexpr int STORE = OUT == FLOAT ? 4 : 2, FEW = 3;
+constexpr int SLOTS = 2 * WORKERS;  // of pieces
+constexpr int LEAST = 8;            // stages of a piece
+constexpr int MOST_SORTED = 1024;   // groups; of more, the order is their own
 constexpr int WORKERS_OF_LANE = (WORKERS + 31) / 32;
 
 __device__ inline int sum_of_lanes(int x) {
@@ -31,31 +32,29 @@ __device__ inline int max_of_lanes(int x) {
   return x;
 }
 
-// The groups of a problem, and how their tiles are shared. All lanes of a warp construct it.
+// How many tiles at the end of a matrix are cut, and into how many pieces: 1 where none is.
+struct Cut {
+  int tiles, pieces;
+};
+
+// The schedule of a problem. All lanes of a warp construct it and call its functions.
 struct Schedule {
   const int* ends;
   int groups, matrices, tiles;  // of group_sizes, of the result, and of each matrix
   int first_matrix;
-  int rounds, rest;  // tiles of a matrix for each worker, and what is left
-  int most_units;    // of a tile that is not cut
-  int cut_units;     // of all tiles that are cut
+  int share;     // units of a worker
+  int cut_ones;  // matrices that are cut
 
   __device__ Schedule(const int* sizes, const int* offset, int groups, int matrices, int rows, int tiles,
                       int* ends)
       : ends(ends), groups(groups), matrices(matrices), tiles(tiles) {
-    rounds = tiles / WORKERS, rest = tiles - rounds * WORKERS;
     find_groups(sizes, groups, rows, ends);
     first_matrix = HAS_OFFSET ? __ldg(offset) : 0;
-    const int lane = threadIdx.x % 32;
-    int units = 0;
-    for (int i = lane; i < matrices; i += 32) units += stages(i) + STORE;
-    most_units = max(sum_of_lanes(units) * tiles / (WORKERS * FEW), LEAST);
-    units = 0;
-    for (int i = lane; i < matrices; i += 32) units += is_cut(stages(i)) ? stages(i) + STORE : 0;
-    cut_units = sum_of_lanes(units) * rest;
+    share = sum_of_matrices([&](int stages) { return stages + STORE; }) * tiles / WORKERS;
+    cut_ones = sum_of_matrices([&](int stages) { return int(is_cut(stages)); });
   }
 
-  // Rows of a matrix's group: empty where there is no such group.
+  // Rows of a matrix's group: none where there is no such group.
   __device__ int start(int matrix) const {
     const int group = min(first_matrix + matrix, groups);
     return group <= 0 ? 0 : ends[group - 1];
@@ -65,81 +64,97 @@ struct Schedule {
     return group < 0 || group >= groups ? 0 : ends[group] - start(matrix);
   }
   __device__ int stages(int matrix) const { return (size(matrix) + 63) / 64; }
-  // Whether the rest of a matrix's tiles, of so many stages, is cut.
-  __device__ bool is_cut(int stages) const { return stages + STORE > most_units; }
 
-  // Where a worker's range of the units that are cut begins. Few units are for a few workers.
-  __device__ int begin_of(int worker) const {
-    const int sharing = min(max(cut_units / LEAST, 1), WORKERS);
-    return int(int64_t(cut_units) * min(worker, sharing) / sharing);
-  }
-
-  // visit(matrix, tile, first stage, end of its stages, stages of the tile) for the worker's range.
+  // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices in their order, until
+  // it is false.
   template <class Visit>
-  __device__ void for_cut(int worker, const Visit& visit) const {
-    const int begin = begin_of(worker), end = begin_of(worker + 1);
-    int first = 0;  // unit of a matrix
-    if (begin == end) return;
-    for_matrices(
-        [&](int own) {  // all of 32 matrices come before the range
-          const int units = rest * sum_of_lanes(own >= 0 && is_cut(own) ? own + STORE : 0);
-          if (first + units > begin) return false;
-          first += units;
-          return true;
-        },
-        [&](int matrix, int count) {
-          if (!is_cut(count) || first >= end) return;
-          const int units = count + STORE;
+  __device__ void for_matrices(const Visit& visit) const {
+    const bool is_sorted = matrices <= MOST_SORTED;
+    int slot = 0, last = 1 << 30;
 #pragma unroll 1
-          for (int tile = max(begin - first, 0) / units; tile < rest && first + tile * units < end; ++tile) {
-            const int at = first + tile * units;
-            const int from = min(max(begin - at, 0), count), to = min(end - at, count);
-            if (from < to) visit(matrix, rounds * WORKERS + tile, from, to, count);
-          }
-          first += rest * units;
-        });
+    for (int i = 0; i < matrices; ++i) {
+      const int matrix = is_sorted ? next_by_length(last) : i, own = stages(matrix);
+      const Cut cut = cut_of(own);
+      if (!visit(matrix, own, cut, slot)) return;
+      if (cut.pieces > 1) slot += cut.tiles * cut.pieces;
+    }
   }
 
-  // visit(matrix, tile, stages of the tile) for the tiles that this worker computes as a whole.
+  // visit(matrix, tile, first stage, end of its stages, slot) for what a worker computes; the slot is -1 for
+  // whole tiles.
   template <class Visit>
-  __device__ void for_whole(int worker, const Visit& visit) const {
+  __device__ void for_work(int worker, const Visit& visit) const {
     const int lane = threadIdx.x % 32;
     int load[WORKERS_OF_LANE];  // units so far of workers lane, lane + 32, ...
-    int least = cut_units, largest = 0;  // bounds of the loads
 #pragma unroll
-    for (int i = 0; i < WORKERS_OF_LANE; ++i) {
-      const int other = 32 * i + lane;
-      load[i] = other < WORKERS ? begin_of(other + 1) - begin_of(other) : 1 << 30;
-      if (other < WORKERS) least = min(least, load[i]), largest = max(largest, load[i]);
-    }
-    least = -max_of_lanes(-least), largest = max_of_lanes(largest);
-    for_matrices([](int) { return false; },
-                 [&](int matrix, int count) {
-#pragma unroll 1
-                   for (int round = 0; round < rounds; ++round) visit(matrix, round * WORKERS + worker, count);
-                   if (rest == 0 || is_cut(count)) return;
-                   const int tile = share_rest(worker, rest, count + STORE, load, least, largest);
-                   if (tile >= 0) visit(matrix, rounds * WORKERS + tile, count);
-                 });
+    for (int i = 0; i < WORKERS_OF_LANE; ++i) load[i] = 32 * i + lane < WORKERS ? 0 : 1 << 30;
+    int least = 0, largest = 0;  // bounds of the loads
+    for_matrices([&](int matrix, int stages, const Cut& cut, int slot) {
+      const int whole = tiles - cut.tiles;
+      take_turns(worker, whole, stages + STORE, load, least, largest,
+                 [&](int tile) { visit(matrix, tile, 0, stages, -1); });
+      take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE, load, least, largest, [&](int i) {
+        const int piece = i / cut.tiles, tile = i - piece * cut.tiles;
+        visit(matrix, whole + tile, stages * piece / cut.pieces, stages * (piece + 1) / cut.pieces,
+              slot + tile * cut.pieces + piece);
+      });
+      return true;
+    });
   }
 
  private:
-  // skip(stages of the lane's matrix, -1 where there is none) for each 32 matrices; where it is false in turn
-  // visit(matrix, stages of its tiles) for each of these.
-  template <class Skip, class Visit>
-  __device__ void for_matrices(const Skip& skip, const Visit& visit) const {
-    const int lane = threadIdx.x % 32;
+  __device__ bool is_cut(int stages) const { return stages >= 2 * LEAST && (stages + STORE) * FEW > share; }
+
+  // The pieces fill the machine as well as may be, and there are no more of them than this matrix's slots.
+  __device__ Cut cut_of(int stages) const {
+    const int rest = tiles % WORKERS;
+    if (rest == 0 || !is_cut(stages)) return {0, 1};
+    const int most = min(SLOTS / cut_ones / rest, stages / LEAST);
+    int pieces = 1, best = 0;
 #pragma unroll 1
-    for (int base = 0; base < matrices; base += 32) {
-      const int own = base + lane < matrices ? stages(base + lane) : -1;
-      if (skip(own)) continue;
-#pragma unroll 1
-      for (int i = 0; i < min(32, matrices - base); ++i) visit(base + i, __shfl_sync(~0u, own, i));
+    for (int i = 1; i <= most; ++i) {
+      const int count = rest * i, turns = (count + WORKERS - 1) / WORKERS;
+      const int filled = count * 100 / (turns * WORKERS);  // of the machine, in percent
+      if (filled > best) best = filled, pieces = i;
+      if (filled >= 97) break;
     }
+    return {pieces > 1 ? rest : 0, pieces};
+  }
+
+  // The matrix whose tiles take the longest of those after `last`, which it sets: a number of the tiles' stages and
+  // the matrix.
+  __device__ int next_by_length(int& last) const {
+    int best = -1;
+    for (int i = threadIdx.x % 32; i < matrices; i += 32) {
+      const int number = min(stages(i), (1 << 20) - 1) * MOST_SORTED + MOST_SORTED - 1 - i;
+      if (number < last) best = max(best, number);
+    }
+    last = max_of_lanes(best);
+    return MOST_SORTED - 1 - last % MOST_SORTED;
+  }
+
+  template <class Number>
+  __device__ int sum_of_matrices(const Number& number) const {
+    int sum = 0;
+    for (int i = threadIdx.x % 32; i < matrices; i += 32) sum += number(stages(i));
+    return sum_of_lanes(sum);
+  }
+
+  // Gives `count` tiles of so many units to the workers; visit(number) for those of this worker. As long as there
+  // is one for each worker, each gets one. The rest go to those that have the least to do.
+  template <class Visit>
+  __device__ static void take_turns(int worker, int count, int units, int (&load)[WORKERS_OF_LANE], int& least,
+                                    int& largest, const Visit& visit) {
+    const int rounds = count / WORKERS, rest = count - rounds * WORKERS;
+#pragma unroll 1
+    for (int i = 0; i < rounds; ++i) visit(i * WORKERS + worker);
+    if (rest == 0) return;
+    const int number = share_rest(worker, rest, units, load, least, largest);
+    if (number >= 0) visit(rounds * WORKERS + number);
   }
 
   // Gives one tile each to the `rest` workers that have the least to do, in the order of their numbers: to all
-  // whose load is below a limit, and the first of those that have it. Returns which tile is this worker's, or -1.
+  // whose load is below a limit, and the first of those that have it. Returns which is this worker's, or -1.
   __device__ static int share_rest(int worker, int rest, int units, int (&load)[WORKERS_OF_LANE], int& least,
                                    int& largest) {
     const int lane = threadIdx.x % 32;
@@ -154,20 +169,20 @@ struct Schedule {
         limit = middle + 1;
       }
     }
-    int before = 0, equals = rest - count_of(load, limit - 1), tile = -1;
+    int before = 0, equals = rest - count_of(load, limit - 1), number = -1;
 #pragma unroll
     for (int i = 0; i < WORKERS_OF_LANE; ++i) {
       const uint32_t same = __ballot_sync(~0u, load[i] == limit);
       const bool is_chosen = load[i] < limit || (load[i] == limit && __popc(same & lower) < equals);
       const uint32_t chosen = __ballot_sync(~0u, is_chosen);
       if (worker / 32 == i && (chosen >> worker % 32 & 1)) {
-        tile = before + __popc(chosen & ((1u << worker % 32) - 1));
+        number = before + __popc(chosen & ((1u << worker % 32) - 1));
       }
       before += __popc(chosen), equals -= min(equals, __popc(same));
       if (is_chosen) load[i] += units;
     }
     least = min(limit, least + units), largest = max(largest, limit + units);
-    return tile;
+    return number;
   }
 
   // Workers whose load is at most `most`.

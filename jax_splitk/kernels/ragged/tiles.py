@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jax import numpy as jnp
 
@@ -101,12 +100,13 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
     def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
         if (reason := tile_refusal(config, self.tiles(config))) is not None:
             return reason
-        accepted = {"stages": range(MIN_STAGES, MAX_STAGES + 1), "workers": range(1, MAX_WORKERS + 1)}
-        if (reason := field_refusal(config, **accepted, parts=(1, 2, 4), swap=self.swaps)) is not None:
+        ranges = {"stages": range(MIN_STAGES, MAX_STAGES + 1), "workers": range(1, MAX_WORKERS + 1)}
+        if (reason := field_refusal(config, **ranges, parts=(1, 2, 4), swap=self.swaps)) is not None:
             return reason
         part = config.tile_n * jnp.dtype(problem.out_dtype).itemsize // config.parts
         if config.parts > 1 and (config.swap or part % ROW_BYTES):
-            return f"parts {config.parts} of {config.tile_n} columns; accepted: parts of whole {ROW_BYTES} bytes, without swap"
+            accepted = f"parts of whole {ROW_BYTES} bytes, without swap"
+            return f"parts {config.parts} of {config.tile_n} columns; accepted: {accepted}"
         if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
             return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return None
@@ -166,8 +166,8 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
     def out_buffer(self, problem: RaggedDotProblem) -> int:
         return 3 + problem.has_offset
 
-    def main_launch(self, problem: RaggedDotProblem, config: Config, *params: Any) -> plan.Launch:
-        """The first kernel; `params` follow those that both families have."""
+    def main_launch(self, problem: RaggedDotProblem, config: Config, *params: plan.Param) -> plan.Launch:
+        """The kernel that computes the tiles; `params` follow those that both families have."""
         maps = tuple(plan.MapParam(i) for i in range(3))
         sizes, offset = plan.Pointer(2), plan.Pointer(2 + problem.has_offset)
         return plan.Launch(

@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(32)
   if (threadIdx.x == 0) rows.load(in, pipeline.expect({}, 64 * 128), box, 0, max(rows.size - 2, 0));
   pipeline.wait_full({});
   for (int i = threadIdx.x; i < 64 * 64; i += 32) {
-    const int row = i / 64, column = i % 64;
-    out[blockIdx.x * 64 * 64 + i] = load_shared<uint16_t>(box + row * 128 + ((column / 8) ^ row % 8) * 16 + column % 8 * 2);
+    const int row = i / 64, column = i % 64, byte = ((column / 8) ^ row % 8) * 16 + column % 8 * 2;
+    out[blockIdx.x * 64 * 64 + i] = load_shared<uint16_t>(box + row * 128 + byte);
   }
 }
 """
