@@ -23,11 +23,10 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import agreement, ahead
+from jax_splitk.tuning import agreement, ahead, watch
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, code_of, select, without_code, would_serve
-from jax_splitk.tuning.session import session
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -144,8 +143,8 @@ def _has_elements(avals: Sequence[Any]) -> bool:
 
 def _left_to_lax(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Tells those who watch of a pass for which no kernel of this platform competes: one of another may."""
-    if session().is_watched and _has_elements(avals):
-        session().asked(primitive.problem_of(avals, params), params["options"])
+    if watch.state.watchers and _has_elements(avals):
+        watch.state.asked(primitive.problem_of(avals, params), params["options"])
 
 
 def in_lax(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:

@@ -14,13 +14,12 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import agreement, decide, tuner
+from jax_splitk.tuning import agreement, decide, searches, tuner, watch
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.result import TuningResult
 from jax_splitk.tuning.search import is_served
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -112,12 +111,12 @@ def _tune_all(
     keys = {(key, limit): count for (key, limit), count in keys.items() if is_served(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
     missing = decide.missing(keys, again)
-    with tuner.coming(missing, budget), session().progress.run(len(missing), len(keys) - len(missing)) as run:
+    with tuner.queued(missing, budget), searches.state.progress.run(len(missing), len(keys) - len(missing)) as run:
         for (key, limit), count in keys.items():
             tuned = functools.partial(decide.tuned, key, limit, budget, again)
             _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])
-            session().decided(key, entry)
-            if key in session().unsaved:
+            watch.state.decided(key, entry)
+            if key in searches.state.unsaved:
                 where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
                 _logger.warning(
                     "%s: measured, but not stored (%s): this process and the TuningResult have it", key.problem, where

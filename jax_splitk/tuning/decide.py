@@ -13,12 +13,11 @@ from jax_splitk import kernels
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk, settings, toolchain
 from jax_splitk.runtime.target import Target
-from jax_splitk.tuning import agreement, buckets, flips, store, table, tuner
+from jax_splitk.tuning import agreement, buckets, flips, once, searches, store, table, tuner, watch
 from jax_splitk.tuning.buckets import Found
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -64,21 +63,21 @@ def known(key: Key, workspace_limit: int, *, here: bool, measure: bool) -> Found
         return _held(key, workspace_limit) or _served(key, workspace_limit)
     if not agreement.needed():
         found = _here(key, workspace_limit, measure)
-        session().decided(key, None if found is None else found[0])
+        watch.state.decided(key, None if found is None else found[0])
         return found
     # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
     settled = lambda: _agreed(key, workspace_limit, measure)  # noqa: E731
-    return session().once(("settled", key, workspace_limit, measure), settled)
+    return once.state.result(("settled", key, workspace_limit, measure), settled)
 
 
 def to_measure(key: Key, workspace_limit: int) -> Key | None:
     """What a lowering of the problem for the local device would measure first: it, a representative, or nothing."""
     if disk.mode() == "frozen" or not autotune(key.target):
         return None
-    if session().wants_again(key):
+    if watch.state.wants_again(key):
         return key
     held = _held(key, workspace_limit)
-    if held is None and not session().wants_exact():
+    if held is None and not watch.state.wants_exact():
         held = _served(key, workspace_limit)
         key = buckets.to_tune(key, workspace_limit)[0] if held is None else key
         if foregone(key.problem, key.target) is not None:
@@ -96,7 +95,7 @@ def _agreed(key: Key, workspace_limit: int, measure: bool) -> Found | None:
         return entry
 
     agreed, entry = agreement.agree(key, workspace_limit, decide)
-    session().decided(key, entry)
+    watch.state.decided(key, entry)
     if not agreed:
         entry, where = table.lookup(key), "shipped table"  # the same in every process
     return None if entry is None else (entry, where)
@@ -106,15 +105,15 @@ def _here(key: Key, workspace_limit: int, measure: bool) -> Found | None:
     """What decides in this process by itself: what is held, for the problem or a representative, if it was searched
     under such a limit; else a measurement, if tuning is on and the caller lets it; else, or if that fails, which is
     logged, what is held."""
-    again = session().wants_again(key)
+    again = watch.state.wants_again(key)
     held = _held(key, workspace_limit)
-    exact = again or held is not None or session().wants_exact()
+    exact = again or held is not None or watch.state.wants_exact()
     if not exact:
         held = _served(key, workspace_limit)
     if held is not None and not again and held[0].is_searched(workspace_limit):
         return held
     reason = toolchain.unavailable() if key.target.platform == "cuda" else None
-    if reason is None and not again and not session().wants_exact():
+    if reason is None and not again and not watch.state.wants_exact():
         reason = foregone(key.problem, key.target)
     if disk.mode() == "frozen" or reason is not None or not measure or not autotune(key.target):
         if held is None:
@@ -141,19 +140,19 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
     Raises:
       RuntimeError: as `tuner.tune`.
     """
-    with session().turn:
+    with searches.state.turn:
         held = _held(key, workspace_limit)
         if held is not None and not again and held[0].is_searched(workspace_limit):
             return held
         _listen()
         old = tuner.earlier(key)
         seconds = tuner.budget_seconds() if seconds is None else seconds
-        with session().progress.measuring(key, seconds) as measured:
+        with searches.state.progress.measuring(key, seconds) as measured:
             entry = flips.noted(old, tuner.tune(key, workspace_limit, old, seconds))
             measured.append(entry)
-        session().measured(key)
+        watch.state.measured(key)
         if not store.save(entry):
-            session().unsaved[key] = merge(session().unsaved.get(key), entry)
+            searches.state.unsaved[key] = merge(searches.state.unsaved.get(key), entry)
         return entry, "measured now"
 
 
@@ -178,7 +177,7 @@ def _listen() -> None:
     for a device's part."""
 
     def ended(event: str, duration_secs: float, **_: Any) -> None:
-        if event in _ENDS and session().progress.lowered():
+        if event in _ENDS and searches.state.progress.lowered():
             tuner.give_up_ahead()
 
     jax.monitoring.register_event_duration_secs_listener(ended)
@@ -186,7 +185,7 @@ def _listen() -> None:
 
 def _held(key: Key, workspace_limit: int) -> Found | None:
     """The first entry of this process or of a layer of the cache that has an answer for the limit."""
-    unsaved = session().unsaved.get(key)
+    unsaved = searches.state.unsaved.get(key)
     first = [] if unsaved is None else [(unsaved, "measured now")]
     found = itertools.chain(first, store.found(key))
     return next((f for f in found if f[0].best(workspace_limit) is not None), None)

@@ -17,13 +17,12 @@ from jax_splitk.runtime.nvrtc import NvrtcError
 from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
-from jax_splitk.tuning import agreement, buckets, certainty, decide, model, relatives, store
+from jax_splitk.tuning import agreement, buckets, certainty, decide, model, once, relatives, store, watch
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.decide import FrozenCacheMiss
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -134,7 +133,7 @@ def _known(key: Key, options: Options, measure: bool, final: bool) -> Choice | N
             return _from_entry(*found, options)
         if entry is None:
             _say_what_does_not_match(options.tuning, key)
-    found = decide.known(key, limit, here=measure, measure=session().measures(options))
+    found = decide.known(key, limit, here=measure, measure=watch.state.measures(options))
     if found is None and final and disk.mode() == "frozen" and decide.foregone(key.problem, key.target) is None:
         return _frozen(key, options)
     return None if found is None else _from_entry(*found, options)
@@ -241,12 +240,12 @@ def announce(choice: Choice, options: Options) -> None:
     """One log line for each problem and outcome: falling back is silent only where nobody asked for more, and a warning
     for each reason where it costs time."""
     silent = is_silent(choice, options)
-    session().lowered(choice, options, silent=silent)
+    watch.state.lowered(choice, options, silent=silent)
     if silent:
         return
-    if choice.costs and session().is_first("costs", choice.because):
+    if choice.costs and once.state.is_first("costs", choice.because):
         _logger.warning("%s: XLA where a kernel would serve: %s (said once for a reason)", choice.problem, choice.why)
-    elif _logger.isEnabledFor(logging.INFO) and session().is_first("announced", choice.problem, choice.because):
+    elif _logger.isEnabledFor(logging.INFO) and once.state.is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)
 
@@ -281,13 +280,13 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
         if agreed:
             found = agreement.obstacle(key_for(problem, target), candidate, found)
         if found is not None:
-            level = logging.WARNING if session().is_first("costs", found) else logging.INFO
+            level = logging.WARNING if once.state.is_first("costs", found) else logging.INFO
             _logger.log(level, "%s: XLA instead of %s: %s", problem, candidate, found)
         return found
 
     # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other
     # processes of its job, at each lowering.
-    found = session().once(("obstacle", problem, candidate), obstacle)
+    found = once.state.result(("obstacle", problem, candidate), obstacle)
     if found is not None:
         return Choice(problem, XLA, found.splitlines()[0]), None
     return choice, compiled[0] if compiled else candidate.custom_call(problem)

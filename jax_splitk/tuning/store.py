@@ -14,10 +14,9 @@ from collections.abc import Iterator
 
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import table
+from jax_splitk.tuning import once, table
 from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Environment, Key
-from jax_splitk.tuning.session import session
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:
@@ -36,7 +35,7 @@ def found(key: Key) -> Iterator[tuple[Entry, str]]:
         entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
         if entry is not None:
             yield entry, name
-        if session().is_first("layer", folder):
+        if once.state.is_first("layer", folder):
             _look_for_old_entries(folder)
     entry = table.lookup(key)
     if entry is not None:

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_splitk.runtime import disk
+from jax_splitk.tuning import once
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement, legal_candidate, microseconds
 from jax_splitk.tuning.key import Environment, Key
-from jax_splitk.tuning.session import session
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
@@ -59,7 +59,7 @@ class Table:
 def lookup(key: Key) -> Entry | None:
     """The shipped entry for a key; None, with one warning, for one that cannot be used."""
     path = path_for(key.problem.op, key.environment.device_kind)
-    table = session().once(("table", path), lambda: _read_or_warn(path))
+    table = once.state.result(("table", path), lambda: _read_or_warn(path))
     try:
         return table.entry(key)
     except InvalidEntry as error:

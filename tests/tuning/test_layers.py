@@ -21,7 +21,7 @@ import jax_splitk
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import agreement, decide, search, select, session, store, table, tuner
+from jax_splitk.tuning import agreement, decide, once, search, select, store, table, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
@@ -81,7 +81,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
         (folder / key.file).unlink()
     assert found() == found(implementation="host") == (FIVE, "shipped table: 5.0 us, XLA 9.0 us")
     shipped.unlink()
-    monkeypatch.setattr(session, "_session", session.Session())  # a process reads a table once
+    monkeypatch.setattr(once, "state", once.Once())  # a process reads a table once
     config, why = found()
     assert config not in (ONE, TWO, THREE, FOUR, FIVE, SIX)
     assert why.startswith("the cost model's best of ")
@@ -377,6 +377,6 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     (cache / key.file).unlink()
     put(near, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE
-    looked_at = [session.session().is_first("layer", folder) for folder in (cache, near, tmp_path / "far")]
+    looked_at = [once.state.is_first("layer", folder) for folder in (cache, near, tmp_path / "far")]
     assert looked_at == [False, True, True]
     assert "CACHE_PATH" not in caplog.text
