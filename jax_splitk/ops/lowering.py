@@ -26,7 +26,8 @@ from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import agreement, ahead, watch
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import announce, code_of, select, without_code, would_serve
+from jax_splitk.tuning.select import announce, code_of, select, without_code
+from jax_splitk.tuning.serving import serving, would_serve
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -131,8 +132,7 @@ def routed(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any], p
 
 def competes(problem: Problem, target: Target) -> bool:
     """Whether a pass that the caller did not name may be a kernel's."""
-    competing = (family for family in kernels.families(problem.op, target.platform) if family.competes)
-    return any(family.refusal(problem, None, target) is None for family in competing)
+    return any(family.competes for family in serving(problem, target))
 
 
 def _has_elements(avals: Sequence[Any]) -> bool:

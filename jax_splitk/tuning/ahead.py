@@ -15,8 +15,9 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, compiler, disk, settings
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, decide, once, searches, tuner, watch
+from jax_splitk.tuning import agreement, once, searches, tuner, watch
 from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.decide import measured_first
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select, without_code
@@ -68,12 +69,9 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
     next."""
 
     def begin() -> None:
-        key, limit = key_for(problem, target), options.workspace_limit
-        tuned = None if options.tuning is None else options.tuning.get(key)
-        decides = options.config is None and tuned is None and watch.state.measures(options)
-        if measure and decides and (measured := decide.to_measure(key, limit)) is not None:
+        if measure and (measured := measured_first(key_for(problem, target), options)) is not None:
             if not agreement.needed():  # else process 0 measures, and nothing must disturb it
-                tuner.enqueue(measured, limit)
+                tuner.enqueue(measured, options.workspace_limit)
             return
         choice = select(problem, target, options)
         if choice.candidate == XLA or without_code(choice, target) is not None:

@@ -2,10 +2,11 @@
 
 import collections
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.progress import Progress
@@ -35,3 +36,9 @@ class Searches:
 
 
 state = Searches()
+
+
+def unsaved(key: Key) -> Iterator[Found]:
+    """What this process measured and could not store."""
+    if (entry := state.unsaved.get(key)) is not None:
+        yield Found(entry, "measured now")

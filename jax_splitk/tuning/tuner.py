@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
-from jax_splitk.tuning import agreement, relatives, searches, store
+from jax_splitk.tuning import agreement, searches, siblings, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
@@ -74,8 +74,8 @@ def budget_seconds() -> float:
 def earlier(key: Key) -> Entry | None:
     """An entry whose candidates take part in a search: the key's own, else a relative's, whose measurements say what to
     try first and decide nothing."""
-    found = itertools.chain.from_iterable(map(store.found, (key, *relatives.keys(key))))
-    return next(found, (None, ""))[0]
+    found = itertools.chain.from_iterable(map(store.found, (key, *siblings.keys(key))))
+    return next((entry for entry, _ in found), None)
 
 
 def tune(

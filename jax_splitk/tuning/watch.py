@@ -88,13 +88,10 @@ class Watch:
         for watched in self.watchers:
             watched.measured.add(key)
 
-    def wants_again(self, key: Key) -> bool:
-        """Whether a key is to be measured now although a cache has it."""
-        return any(watched.again and key not in watched.entries for watched in self.watchers)
-
-    def wants_exact(self) -> bool:
-        """Whether problems are to be measured themselves."""
-        return any(watched.exact for watched in self.watchers)
+    def wishes(self, key: Key) -> tuple[bool, bool]:
+        """(whether a key is to be measured although a cache has it, whether it is to be measured itself)."""
+        again = any(watched.again and key not in watched.entries for watched in self.watchers)
+        return again, again or any(watched.exact for watched in self.watchers)
 
     def measures(self, options: Options) -> bool:
         """Whether a miss of a call with these options is measured, if tuning is on."""

@@ -19,7 +19,7 @@ from jax_splitk.ops import tune
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning import ahead, decide, search, searches, select, store, tuner
+from jax_splitk.tuning import ahead, measurement, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -362,13 +362,13 @@ def test_a_problem_is_ranked_once_and_not_before_its_search(
     monkeypatch.setattr(tuner, "cores", lambda: 1000)
     monkeypatch.setattr(tune, "local_platform", lambda: "cuda")
     monkeypatch.setattr(tune, "target_for", lambda _: DEFAULT_CUDA)
-    measured = decide.tuned
+    measured = measurement.tuned
 
     def tuned(*args: Any) -> Any:
         ranked_before.append(search._ranking.cache_info().misses)
         return measured(*args)
 
-    monkeypatch.setattr(decide, "tuned", tuned)
+    monkeypatch.setattr(measurement, "tuned", tuned)
     result = jax_splitk.tune_problems([case.problem() for case in CASES])
     assert [key for key, _ in result] == KEYS
     assert ranked_before[0] == 0
