@@ -23,7 +23,7 @@ from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime.target import local_platform, target_for
 from jax_splitk.tuning import buckets
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
@@ -62,23 +62,24 @@ def run(case: Case, options: argparse.Namespace) -> Result:
     """Tunes what is needed, and times both decisions where they differ."""
     key = key_for(case.problem(), target_for(local_platform()))
     own = tuned(key, options.seconds).choice
-    found = buckets.served(key, DEFAULT_WORKSPACE_LIMIT, lambda other: (tuned(other, options.seconds), ""))
-    if found is None or found[0].choice == own:
-        of = None if found is None else _rows(found[1])
-        return Result(case, of, str(own), "" if found is None else str(own), {})
-    functions = {"tuned": _function(case, own), "served": _function(case, found[0].choice)}
+    others = (Found(tuned(other, options.seconds), "") for other in buckets.representatives(key))
+    derived = (buckets.derived(key, other, DEFAULT_WORKSPACE_LIMIT) for other in others)
+    found = next((each.entry for each in derived if each is not None), None)
+    if found is None or found.choice == own:
+        return Result(case, _rows(found), str(own), "" if found is None else str(own), {})
+    functions = {"tuned": _function(case, own), "served": _function(case, found.choice)}
     product = quantized_products.products(case)["ours"]
     weights = draw(functools.partial(product.weight, case), set_count(product, case))
     xs = draw_x(product.x(case), len(weights))
     on_weights = {name: on_sets(function, xs, weights) for name, function in functions.items()}
     sets: list[Any] = [(i,) for i in range(len(weights))]
     times = timing.compare(on_weights, sets, options.rounds)
-    return Result(case, _rows(found[1]), str(own), str(found[0].choice), times)
+    return Result(case, _rows(found), str(own), str(found.choice), times)
 
 
-def _rows(where: str) -> int:
-    """Of ", decision of 32 rows"."""
-    return int(where.split()[-2])
+def _rows(entry: Entry | None) -> int | None:
+    """The rows of the problem that was tuned: 32, where the entry has "32 rows"."""
+    return None if entry is None else int(entry.metadata[buckets.REPRESENTATIVE].split()[0])
 
 
 def _function(case: Case, candidate: Candidate) -> Any:

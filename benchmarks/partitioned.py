@@ -34,7 +34,7 @@ from benchmarks.models.layers import OURS, STOCK, Params, cross_entropy
 from benchmarks.models.measure import Variant
 from benchmarks.models.resnet import TINY, Conv, Net, initial, logits
 from jax_splitk.runtime.plan import TARGETS
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import watch
 
 AXIS = "data"
 
@@ -77,7 +77,7 @@ def compiled(fn: Callable[..., Any], state: Any, batch: Any) -> Variant:
     """The step, compiled; what runs in it, by the log of what was lowered, by its code, and by explain."""
     explained = jax_splitk.explain(fn, state, *batch)
     start = time.perf_counter()
-    with session().watching() as watched:
+    with watch.state.watching() as watched:
         step: Any = jax.jit(fn, donate_argnums=0).lower(state, *batch).compile()
     seconds = time.perf_counter() - start
     text: str = step.as_text()

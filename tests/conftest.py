@@ -38,7 +38,7 @@ import pytest
 
 from jax_splitk.kernels.conv import host as conv_host
 from jax_splitk.runtime import compiler, disk
-from jax_splitk.tuning import session, store
+from jax_splitk.tuning import device, once, searches, store, watch
 from tests.problems import SEED
 from tests.tuning_cache import isolate
 
@@ -60,7 +60,13 @@ def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test measures, settles and is told is not another's: the run's cache has compiled kernels alone."""
     save, shared = store.save, pathlib.Path(os.environ["JAX_SPLITK_CACHE_DIR"])
     monkeypatch.setattr(store, "save", lambda entry: disk.cache_dir() != shared and save(entry))
-    monkeypatch.setattr(session, "_session", session.Session())
+    for module, kind in (
+        (once, once.Once),
+        (device, device.Device),
+        (searches, searches.Searches),
+        (watch, watch.Watch),
+    ):
+        monkeypatch.setattr(module, "state", kind())
     disk._warn.cache_clear()
 
 

@@ -24,7 +24,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import buckets, search, select, session, store, table
+from jax_splitk.tuning import buckets, once, search, select, store, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
@@ -92,7 +92,7 @@ def shipped(rng: Rng, cache: pathlib.Path) -> Trial:
 
     def trial() -> str:
         path.write_bytes(damaged(rng, whole, whole))
-        session._session = session.Session()
+        once.state = once.Once()
         key = keys[rng.integers(2)]
         found = table.lookup(key)
         choice = select.select(key.problem, CPU, Options(implementation="host"))

@@ -25,7 +25,10 @@ STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
     "runtime/compiler.py": ["_memory", "_in_flight", "pool"],  # machine code that was compiled or read, each once
     "runtime/worker.py": ["_started"],  # what starting a worker has shown
-    "tuning/session.py": ["_session"],  # what a process remembers of its tuning
+    "tuning/device.py": ["state"],  # the device on which this process measures
+    "tuning/once.py": ["state"],  # what this process says or works out once
+    "tuning/searches.py": ["state"],  # searches under way and to come
+    "tuning/watch.py": ["state"],  # what the command line sees of a script
 }
 BEHIND_JAX = re.compile(r"jax(lib)?\._src(\.|$)")
 

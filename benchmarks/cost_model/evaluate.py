@@ -170,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
             return done
 
         write(json.dumps({"environment": report.environment()}))
-        with tuner.coming(keys, options.budget):
+        with tuner.queued(keys, options.budget):
             for index, drawn in waiting:
                 if time.monotonic() > deadline:
                     break

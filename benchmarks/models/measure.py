@@ -16,7 +16,7 @@ import jax_splitk
 from benchmarks import report
 from benchmarks.models import passes
 from benchmarks.models.layers import OURS, STOCK, Data, Layers, Model, Params
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import watch
 
 TRACED_STEPS = 3
 
@@ -61,7 +61,7 @@ class Variant:
 def compiled(model: Model, layers: Layers, params: Params, data: Data, tune: bool) -> Variant:
     """The step. Lowering compiles the kernels that tuning, if asked for, has not compiled."""
     step = functools.partial(train_step, model, layers)
-    with session().watching() as watched:
+    with watch.state.watching() as watched:
         start = time.perf_counter()
         if layers.ours and tune:
             jax_splitk.tune(step, params, *data)

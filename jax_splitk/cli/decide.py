@@ -27,12 +27,13 @@ from jax_splitk.ops.lowering import only_xla
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, disk, settings
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import decide, store, tuner
+from jax_splitk.tuning import measurement, searches, store, tuner, watch
+from jax_splitk.tuning.decide import measured_first
 from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import Options, current, options
 from jax_splitk.tuning.search import is_served
 from jax_splitk.tuning.select import select
-from jax_splitk.tuning.session import Watched, session
+from jax_splitk.tuning.watch import Watched
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -107,11 +108,11 @@ def _to_measure(asked: Iterable[tuple[Problem, Options]], *, again: bool, exact:
     """The problems that `tune` would measure on this machine."""
     found: dict[Problem, None] = {}
     os.environ["JAX_SPLITK_AUTOTUNE"] = "on_miss"
-    with session().watching(again=again, exact=exact):
+    with watch.state.watching(again=again, exact=exact, alone=True):
         for problem, given in asked:
-            open_ = given.config is None and given.implementation != "xla" and only_xla(problem) is None
-            key, limit = key_for(problem, target_for(local_platform())), given.workspace_limit
-            if open_ and is_served(key, limit) and (measured := decide.to_measure(key, limit)) is not None:
+            key = key_for(problem, target_for(local_platform()))
+            ours = given.implementation != "xla" and only_xla(problem) is None and is_served(key, given.workspace_limit)
+            if ours and (measured := measured_first(key, given)) is not None:
                 found[measured.problem] = None
     return list(found)
 
@@ -133,7 +134,7 @@ def _decided(arguments: argparse.Namespace, *, measure: bool) -> tuple[Explanati
             stack.enter_context(_stdout_on_stderr())
         exact = measure and isinstance(what, list)  # problems that are named are measured themselves
         again = measure and arguments.again
-        watched = stack.enter_context(session().watching(again=again, exact=exact, alone=measure))
+        watched = stack.enter_context(watch.state.watching(again=again, exact=exact, alone=measure))
         target = target_for(platform)
         if isinstance(what, list):
             decisions = _of_problems(what, target, arguments, measure)
@@ -153,15 +154,15 @@ def _of_problems(
         if measure:
             asked = [(key_for(problem, target), current().workspace_limit) for problem in problems]
             served = [each for each in asked if is_served(*each)]
-            missing = decide.missing(served, arguments.again)
-            stack.enter_context(session().progress.run(len(missing), len(served) - len(missing)))
+            missing = measurement.missing(served, arguments.again)
+            stack.enter_context(searches.state.progress.run(len(missing), len(served) - len(missing)))
         choices = [select(problem, target, current(), measure=measure) for problem in problems]
         return [decision(choice, target) for choice in choices]
 
 
 def _take_note(left: collections.Counter[Problem], program: core.Jaxpr) -> None:
     """Counts what a program of the script, which is about to be lowered, leaves to lax."""
-    if not session().is_apart:
+    if not watch.state.traces_only:
         left.update(left_to_lax(program))
 
 

@@ -82,7 +82,7 @@ def read_table(path: pathlib.Path) -> list[Stored]:
     for text in found.rows:
         try:
             problem = keys.problem_from_dict(path.stem, json.loads(text))
-            key = keys.key_for(problem, keys.Environment(**found.machine, abi=()).target)
+            key = keys.key_for(problem, keys.Environment(**found.machine, abi=()).target())
             entry = found.entry(key)
             rows.append(Stored(path, entry, f"for another version of CUDA: {problem}", foreign=entry is None))
         except _DAMAGE as error:

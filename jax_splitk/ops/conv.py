@@ -18,8 +18,8 @@ from jax_splitk.ops.convolution import Convolution, Padding, convolution, intege
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime.arguments import RefusedImplementation, RefusedType, RefusedValue, dtype_of
+from jax_splitk.tuning import once
 from jax_splitk.tuning.options import Implementation, Options, settled
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -327,7 +327,7 @@ def _announce_lax(dtype: np.dtype, options: Options) -> None:
     if options.implementation not in (None, "xla") or options.config is not None:
         given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
         raise RefusedImplementation(f"{given} with {why}. Use implementation=None or implementation='xla'.")
-    if session().is_first("announced", "conv_general_dilated", why):
+    if once.state.is_first("announced", "conv_general_dilated", why):
         _logger.info("conv_general_dilated: lax's, with lax's gradients (%s)", why)
 
 

@@ -13,7 +13,7 @@ from jax_splitk.ops import lowering, trace
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import local_platform
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
     rules: Any = tuple((primitive, _nothing(primitive, platform)) for primitive in PRIMITIVES)
     parameters = mlir.LoweringParameters(override_lowering_rules=rules)
-    with session().apart():
+    with watch.state.tracing_only():
         rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
     # What XLA does not know, as other custom calls, counts as -1.
     return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))

@@ -23,11 +23,11 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import agreement, ahead
+from jax_splitk.tuning import agreement, ahead, watch
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import announce, code_of, select, without_code, would_serve
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning.select import announce, code_of, select, without_code
+from jax_splitk.tuning.serving import serving, would_serve
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -132,8 +132,7 @@ def routed(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any], p
 
 def competes(problem: Problem, target: Target) -> bool:
     """Whether a pass that the caller did not name may be a kernel's."""
-    competing = (family for family in kernels.families(problem.op, target.platform) if family.competes)
-    return any(family.refusal(problem, None, target) is None for family in competing)
+    return any(family.competes for family in serving(problem, target))
 
 
 def _has_elements(avals: Sequence[Any]) -> bool:
@@ -144,8 +143,8 @@ def _has_elements(avals: Sequence[Any]) -> bool:
 
 def _left_to_lax(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Tells those who watch of a pass for which no kernel of this platform competes: one of another may."""
-    if session().is_watched and _has_elements(avals):
-        session().asked(primitive.problem_of(avals, params), params["options"])
+    if watch.state.watchers and _has_elements(avals):
+        watch.state.asked(primitive.problem_of(avals, params), params["options"])
 
 
 def in_lax(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:

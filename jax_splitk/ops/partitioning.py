@@ -26,8 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.plan import TARGETS
+from jax_splitk.tuning import once
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -136,7 +136,7 @@ def _local(
 
 
 def _announce_gathered(problem: Any, found: Division) -> None:
-    if found.gathered and session().is_first("gathered", problem, found.gathered):
+    if found.gathered and once.state.is_first("gathered", problem, found.gathered):
         what = f"sharded along {', '.join(found.gathered)}, which is gathered: it cannot be divided so for a kernel"
         _logger.warning("%s: %s (implementation='xla' leaves it to XLA)", problem, what)
 

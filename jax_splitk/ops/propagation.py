@@ -19,8 +19,8 @@ from jax_splitk.ops.partitioning import Division, Rule, Spec
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat
+from jax_splitk.tuning import watch
 from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.session import session
 
 _INDEX = "jax_splitk.index"
 
@@ -60,7 +60,7 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str, *,
     marked: list[_Marked] = []
     rules = tuple((primitive, _marking(primitive, platform, marked, every)) for primitive in PRIMITIVES)
     parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
-    with session().apart():
+    with watch.state.tracing_only():
         traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
         module: Any = traced.lower(_private_parameters=parameters).compiler_ir("stablehlo")
     with module.context:

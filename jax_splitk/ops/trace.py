@@ -11,11 +11,11 @@ from jax_splitk.ops import lowering, propagation
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import watch
 
 
 def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> core.Jaxpr:
-    with session().apart():
+    with watch.state.tracing_only():
         return jax.make_jaxpr(fn)(*args, **kwargs).jaxpr
 
 

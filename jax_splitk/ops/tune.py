@@ -14,13 +14,13 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import local_platform, target_for
-from jax_splitk.tuning import agreement, decide, tuner
+from jax_splitk.tuning import agreement, measurement, searches, tuner, watch
 from jax_splitk.tuning.entry import Entry, merge
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.result import TuningResult
 from jax_splitk.tuning.search import is_served
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning.serving import why_not_tuned
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -63,7 +63,7 @@ def tune(
     for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform(), every=True):
         options = found.options
         ours = found.undivided is None and options.config is None and options.implementation != "xla"
-        if ours and lowering.only_xla(found.problem) is None and decide.foregone(found.problem, target) is None:
+        if ours and lowering.only_xla(found.problem) is None and why_not_tuned(found.problem, target) is None:
             wanted[(found.problem, options.workspace_limit)] += 1
     return _tune_all(wanted, seconds, again, counted=True)
 
@@ -111,13 +111,13 @@ def _tune_all(
     keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
     keys = {(key, limit): count for (key, limit), count in keys.items() if is_served(key, limit)}  # else XLA's alone
     found: dict[Key, Entry] = {}
-    missing = decide.missing(keys, again)
-    with tuner.coming(missing, budget), session().progress.run(len(missing), len(keys) - len(missing)) as run:
+    missing = measurement.missing(keys, again)
+    with tuner.queued(missing, budget), searches.state.progress.run(len(missing), len(keys) - len(missing)) as run:
         for (key, limit), count in keys.items():
-            tuned = functools.partial(decide.tuned, key, limit, budget, again)
-            _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned()[0])
-            session().decided(key, entry)
-            if key in session().unsaved:
+            tuned = functools.partial(measurement.tuned, key, limit, budget, again)
+            _, entry = agreement.agree(key, limit, lambda tuned=tuned: tuned().entry)
+            watch.state.decided(key, entry)
+            if key in searches.state.unsaved:
                 where = f"JAX_SPLITK_CACHE_MODE={disk.mode()}, {disk.cache_dir()}"
                 _logger.warning(
                     "%s: measured, but not stored (%s): this process and the TuningResult have it", key.problem, where

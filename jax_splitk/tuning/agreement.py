@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from jax_splitk.runtime import _compat, settings
 from jax_splitk.tuning import entry as entries
+from jax_splitk.tuning import once
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry, InvalidEntry
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -49,14 +49,13 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
         return True, decide()
     # A name serves once: the key-value store refuses to set a key again.
     asked = f"jax_splitk/{key.digest}/{workspace_limit}"
-    session().rounds[asked] += 1
-    name = f"{asked}/{session().rounds[asked]}"
+    name = f"{asked}/{once.state.count(asked)}"
     wait_ms = int(timeout_seconds() * 1000)
     try:
         client.wait_at_barrier(f"{name}/barrier", wait_ms)
     except Exception as error:
         _logger.warning("%s: the processes did not agree (%s); no cache is asked", key.problem, error)
-        session().alone.add(key.digest)
+        once.state.stopped_agreeing.add(key.digest)
         return False, None
     if process == 0:
         entry = None
@@ -84,7 +83,7 @@ def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     Each process asks once, with what keeps itself. Where not all of them ask, its own obstacle is the answer.
     """
     client, process, processes = _compat.distributed()
-    if client is None or processes == 1 or key.digest in session().alone:
+    if client is None or processes == 1 or key.digest in once.state.stopped_agreeing:
         return own
     which = hashlib.sha256(json.dumps(chosen.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
     name = f"jax_splitk/{key.digest}/{which}"

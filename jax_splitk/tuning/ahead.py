@@ -15,12 +15,12 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, compiler, disk, settings
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, decide, tuner
+from jax_splitk.tuning import agreement, once, searches, tuner, watch
 from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.decide import measured_first
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select, without_code
-from jax_splitk.tuning.session import session
 
 _MOST = 128  # notes that are kept, the latest
 
@@ -30,11 +30,11 @@ def traced(problem: Problem, options: Options) -> None:
     with contextlib.suppress(Exception):
         if settings.word("JAX_SPLITK_COMPILE_AHEAD") == "off" or options.implementation == "xla":
             return
-        notes = session().traced
+        notes = searches.state.traced
         notes[problem, options] = None
         if len(notes) > _MOST:
             notes.popitem(last=False)
-        if not session().is_apart and _is_for_this_gpu():
+        if not watch.state.traces_only and _is_for_this_gpu():
             _begin(problem, options, target_for("cuda"), measure=True)
 
 
@@ -45,7 +45,7 @@ def lowered(problem: Problem, options: Options, target: Target, measure: bool) -
       measure: whether a problem that has no decision may be measured now.
     """
     with contextlib.suppress(Exception):
-        untold, notes = session().untold, session().traced
+        untold, notes = once.state.deferred_warnings, searches.state.traced
         while untold:
             disk.warn_once(untold.pop(0))
         notes.pop((problem, options), None)
@@ -69,12 +69,9 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
     next."""
 
     def begin() -> None:
-        key, limit = key_for(problem, target), options.workspace_limit
-        tuned = None if options.tuning is None else options.tuning.get(key)
-        decides = options.config is None and tuned is None and session().measures(options)
-        if measure and decides and (measured := decide.to_measure(key, limit)) is not None:
+        if measure and (measured := measured_first(key_for(problem, target), options)) is not None:
             if not agreement.needed():  # else process 0 measures, and nothing must disturb it
-                tuner.may_come(measured, limit)
+                tuner.enqueue(measured, options.workspace_limit)
             return
         choice = select(problem, target, options)
         if choice.candidate == XLA or without_code(choice, target) is not None:
@@ -82,5 +79,5 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
         if isinstance(plan := choice.candidate.plan(problem), DevicePlan):
             compiler.compile_ahead([plan.source])
 
-    with contextlib.suppress(Exception), disk.defer_warnings(session().untold):
-        session().once(("ahead", problem, options, target), begin)
+    with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
+        once.state.result(("ahead", problem, options, target), begin)

@@ -6,13 +6,13 @@ legal for the problem, and loses little there by the cost model.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning import model
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key, key_for
 
 # How much slower than the best for a problem another one's config may be, by the cost model.
@@ -21,30 +21,24 @@ MAX_LOSS = 0.03
 # In an entry's metadata: what the problem has that decided for it.
 REPRESENTATIVE = "decision of"
 
-# An entry and where it comes from.
-Found = tuple[Entry, str]
-
 
 def representatives(key: Key) -> list[Key]:
-    """The keys of the problem's representatives but itself."""
+    """The keys of the problem's representatives, without its own."""
     problems = OPERATIONS[key.problem.op].representatives(key.problem)
     return [key_for(problem, key.target) for problem in problems if problem != key.problem]
 
 
-def served(key: Key, workspace_limit: int, find: Callable[[Key], Found | None]) -> Found | None:
-    """The first representative's decision that holds for `key` as well, as an entry of `key` without times.
-
-    Args:
-      find: the representative's entry, and where that comes from.
-    """
-    for other in representatives(key):
-        found = find(other)
-        candidate = None if found is None else held_by(key, found[0], workspace_limit)
-        if found is not None and candidate is not None:
-            metadata, limit = {REPRESENTATIVE: _differing(other, key)}, found[0].workspace_limit_bytes
-            entry = Entry.of(key, candidate, metadata=metadata, workspace_limit_bytes=limit)
-            return entry, f"{found[1]}, decision of {metadata[REPRESENTATIVE]}"
-    return None
+def derived(key: Key, found: Found, workspace_limit: int) -> Found | None:
+    """A representative's decision as one for `key`, without times; None where it does not hold for `key`."""
+    entry = found.entry
+    candidate = choice_for(key, entry, workspace_limit)
+    if candidate is None:
+        return None
+    differing = _differing(entry.key, key)
+    evidence = {"predicted": None, "metadata": {REPRESENTATIVE: differing}, "measurements": []}
+    return Found(
+        Entry(key, candidate, entry.workspace_limit_bytes, evidence), f"{found.where}, decision of {differing}"
+    )
 
 
 def to_tune(key: Key, workspace_limit: int) -> list[Key]:
@@ -52,8 +46,8 @@ def to_tune(key: Key, workspace_limit: int) -> list[Key]:
     does, then itself."""
     found = []
     for other in representatives(key):
-        best = model.best(other.problem, key.target, workspace_limit)
-        if best is not None and _loss(key, other, Candidate(*best[1:]), workspace_limit) <= MAX_LOSS:
+        best = model.best(other, workspace_limit)
+        if best is not None and _loss(key, other, best[1], workspace_limit) <= MAX_LOSS:
             found.append(other)
     return [*found, key]
 
@@ -62,13 +56,13 @@ def needed(entry: Entry) -> Iterator[tuple[Candidate, Problem]]:
     """What may be lowered because of an entry: its choice, for its own problem and for others that it decides for."""
     yield entry.choice, entry.key.problem
     for problem in OPERATIONS[entry.key.problem.op].represented(entry.key.problem):
-        candidate = held_by(key_for(problem, entry.key.target), entry, entry.workspace_limit_bytes)
+        candidate = choice_for(key_for(problem, entry.key.target), entry, entry.workspace_limit_bytes)
         if candidate is not None:
             yield candidate, problem
 
 
-def held_by(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None:
-    """What the entry of a representative decides for `key`; None where it does not hold there."""
+def choice_for(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None:
+    """What a representative's entry decides for `key`; None where it does not hold for `key`."""
     candidate = entry.best(workspace_limit)
     if candidate is None:
         return None
@@ -79,7 +73,7 @@ def held_by(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None:
 def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entry: Entry | None = None) -> float:
     """How much slower than the best for `key` the candidate is that was chosen for `other`: 0.05 for 5%; infinite where
     it is not legal, or where that is not known. `entry`: `other`'s."""
-    here, there = (model.best(k.problem, key.target, workspace_limit) for k in (key, other))
+    here, there = model.best(key, workspace_limit), model.best(other, workspace_limit)
     legal = candidate.refusal(key.problem, key.target) is None
     if here is None or there is None or min(here[0], there[0]) <= 0:
         return float("inf")

@@ -31,9 +31,8 @@ class Candidate:
         """Why it cannot compute the problem on the target, None where it can."""
         if self.family is None:
             return None
-        if self.family.platform != target.platform:
-            return f"runs on {self.family.platform}, not {target.platform}"
-        return self.family.refusal(problem, self.config, target)
+        reason = _refusal(self.family, problem, target)
+        return reason if reason or self.config is None else self.family.config_refusal(problem, self.config)
 
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory asked of XLA, beyond what XLA takes for its own operation."""
@@ -61,6 +60,14 @@ class Candidate:
 
     def __str__(self) -> str:
         return self.name if self.config is None else f"{self.name} {self.config}"
+
+
+@functools.lru_cache(maxsize=16384)  # a lowering asks for each pass several times, a search for each config
+def _refusal(family: Family, problem: Problem, target: Target) -> str | None:
+    """Why no config of the family can compute the problem on the target."""
+    if family.platform != target.platform:
+        return f"runs on {family.platform}, not {target.platform}"
+    return family.refusal(problem, None, target)
 
 
 XLA = Candidate()

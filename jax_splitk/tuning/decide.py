@@ -1,28 +1,23 @@
-"""Which entry decides for a key: a cache's, the shipped table's, or a measurement's; in a job, process 0's."""
+"""The chain of decisions: `SOURCES`, and the function that asks them in turn."""
 
-import functools
-import itertools
-import json
+import dataclasses
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
 
-import jax
-
-from jax_splitk import kernels
-from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import disk, settings, toolchain
-from jax_splitk.runtime.target import Target
-from jax_splitk.tuning import agreement, buckets, flips, store, table, tuner
-from jax_splitk.tuning.buckets import Found
-from jax_splitk.tuning.entry import Entry, merge
-from jax_splitk.tuning.key import Key, problem_as_dict
-from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
-from jax_splitk.tuning.session import session
+from jax_splitk.runtime import disk
+from jax_splitk.tuning import agreement, buckets, certainty, lookup, model, once, store, watch
+from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
+from jax_splitk.tuning.entry import Entry, Found
+from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.lookup import Query
+from jax_splitk.tuning.measurement import command, measurement, to_measure
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.serving import why_not_tuned, would_serve
 
 _logger = logging.getLogger("jax_splitk")
 
-_ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+# A source's answer to a query: an entry that someone has, or a choice that needs none; None if it has no answer.
+Source = Callable[[Query], Found | Choice | None]
 
 
 class FrozenCacheMiss(RuntimeError):
@@ -31,169 +26,174 @@ class FrozenCacheMiss(RuntimeError):
     Also for one whose tuned kernel is in no cache, where there is no compiler.
 
     Raised where an operation is lowered: when a call of it, or of a jitted function around it, compiles, or when it is
-    exported. The message is the problem and the command that tunes it, or what is missing. An explicit config,
-    `implementation="xla"`, a `TuningResult` in force that has the problem, what only XLA can compute and what tuning
-    does not measure because XLA is known to be as fast (`foregone`) need no decision. The forward pass and the input
+    exported. The message is the problem and the command that tunes it, or what is missing. No decision is needed for an
+    explicit config, for `implementation="xla"`, where the `TuningResult` in force has the problem, for what only XLA
+    can compute, and for what tuning does not measure because XLA is known to be as fast. The forward pass and the input
     gradient of `conv_general_dilated` are XLA's without one, with a warning.
     """
 
 
-def autotune(target: Target) -> bool:
-    """Whether a miss is measured: `JAX_SPLITK_AUTOTUNE`, by default "on_miss" on a GPU and "off" on the CPU.
-
-    Raises ValueError for any other word.
-    """
-    return settings.word("JAX_SPLITK_AUTOTUNE", "on_miss" if target.platform == "cuda" else "off") == "on_miss"
+# ---- the sources -----------------------------------------------------------------------------------------------------
 
 
-def foregone(problem: Problem, target: Target) -> str | None:
-    """Why a miss is not measured although a kernel serves: XLA is known to be as fast. None where it is measured."""
-    families = kernels.families(problem.op, target.platform)
-    reasons = [f.measurement_refusal(problem) for f in families if f.refusal(problem, None, target) is None]
-    return reasons[0] if reasons and None not in reasons else None
-
-
-def known(key: Key, workspace_limit: int, *, here: bool, measure: bool) -> Found | None:
-    """What decides for a caller of that limit; None for a miss.
-
-    Args:
-      here: whether the decision is for this process's devices: all processes of a job take the same.
-      measure: whether a miss may then be measured now (and stored), if tuning is on.
-    """
-    if not here:
-        return _held(key, workspace_limit) or _served(key, workspace_limit)
-    if not agreement.needed():
-        found = _here(key, workspace_limit, measure)
-        session().decided(key, None if found is None else found[0])
-        return found
-    # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
-    settled = lambda: _agreed(key, workspace_limit, measure)  # noqa: E731
-    return session().once(("settled", key, workspace_limit, measure), settled)
-
-
-def to_measure(key: Key, workspace_limit: int) -> Key | None:
-    """What a lowering of the problem for the local device would measure first: it, a representative, or nothing."""
-    if disk.mode() == "frozen" or not autotune(key.target):
+def config_argument(query: Query) -> Choice | None:
+    """The config that the caller gave; ValueError where it is not legal, or its workspace is over the limit."""
+    config, problem = query.options.config, query.key.problem
+    if config is None:
         return None
-    if session().wants_again(key):
-        return key
-    held = _held(key, workspace_limit)
-    if held is None and not session().wants_exact():
-        held = _served(key, workspace_limit)
-        key = buckets.to_tune(key, workspace_limit)[0] if held is None else key
-        if foregone(key.problem, key.target) is not None:
-            return None
-    return None if held is not None and held[0].is_searched(workspace_limit) else key
+    candidate = Candidate(query.families[0], config)
+    if (reason := candidate.refusal(problem, query.key.target)) is not None:
+        raise ValueError(f"config={config!r} is not legal for {problem}: {reason}")
+    if (size := candidate.workspace_bytes(problem)) > query.limit:
+        raise ValueError(
+            f"config={config!r} needs {size} bytes of workspace for {problem}; workspace_limit_bytes={query.limit}"
+        )
+    return Choice(problem, candidate, "the config was given explicitly")
 
 
-def _agreed(key: Key, workspace_limit: int, measure: bool) -> Found | None:
-    """The same in every process of the job."""
-    where = "process 0's decision"
-
-    def decide() -> Entry | None:
-        nonlocal where
-        entry, where = _here(key, workspace_limit, measure) or (None, where)
-        return entry
-
-    agreed, entry = agreement.agree(key, workspace_limit, decide)
-    session().decided(key, entry)
-    if not agreed:
-        entry, where = table.lookup(key), "shipped table"  # the same in every process
-    return None if entry is None else (entry, where)
+def tuning_result(query: Query) -> Found | None:
+    """The `TuningResult` in force."""
+    tuning = query.options.tuning
+    if tuning is None:
+        return None
+    found = lookup.Decisions(tuning.found)(query)
+    if found is None and tuning.get(query.key) is None:
+        others = "; ".join(str(key.environment) for key, _ in tuning if key.problem == query.key.problem)
+        passed_over = f"{query.key.problem}: the TuningResult in force is passed over"
+        if others:
+            disk.warn_once(f"{passed_over}: it decides for {others}, and this is {query.key.environment}")
+    return found
 
 
-def _here(key: Key, workspace_limit: int, measure: bool) -> Found | None:
-    """What decides in this process by itself: what is held, for the problem or a representative, if it was searched
-    under such a limit; else a measurement, if tuning is on and the caller lets it; else, or if that fails, which is
-    logged, what is held."""
-    again = session().wants_again(key)
-    held = _held(key, workspace_limit)
-    exact = again or held is not None or session().wants_exact()
-    if not exact:
-        held = _served(key, workspace_limit)
-    if held is not None and not again and held[0].is_searched(workspace_limit):
-        return held
-    reason = toolchain.unavailable() if key.target.platform == "cuda" else None
-    if reason is None and not again and not session().wants_exact():
-        reason = foregone(key.problem, key.target)
-    if disk.mode() == "frozen" or reason is not None or not measure or not autotune(key.target):
-        if held is None:
-            _logger.info("%s: not tuned; %s", key.problem, reason or command(key, workspace_limit))
-        return held
-    seconds = tuner.budget_seconds()
-    try:
-        for measured in [key] if exact else buckets.to_tune(key, workspace_limit):
-            found = tuned(measured, workspace_limit, seconds, again)
-            if measured != key:
-                found = buckets.served(key, workspace_limit, {measured: found}.get)
-            if found is not None:
-                return found
-        return held
-    except Exception as error:  # a failed measurement (out of memory, say) must not fail the user's program
-        fallback = "the cost model" if held is None else "the cache"
-        _logger.warning("%s: tuning failed (%s: %s); %s decides", key.problem, type(error).__name__, error, fallback)
-        return held
+class InCommon:
+    """Sources that are asked in turn until the decision is settled. The processes of a job do not have the same there:
+    process 0 asks, and the others take its answer."""
+
+    def __init__(self, *sources: Callable[[Query], Found | None]) -> None:
+        self._sources = sources
+
+    def __call__(self, query: Query) -> Found | None:
+        if not query.here:
+            return self._ask(query)
+        query.again, query.exact = watch.state.wishes(query.key)
+        if agreement.needed():
+            # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
+            settled = ("agreed", query.key, query.limit, watch.state.measures(query.options))
+            found = once.state.result(settled, lambda: self._agree(query))
+        else:
+            found = self._ask(query)
+        watch.state.decided(query.key, None if found is None else found.entry)
+        return found
+
+    def _ask(self, query: Query) -> Found | None:
+        for source in self._sources:
+            if not query.is_settled():
+                query.held = source(query) or query.held
+        return query.held
+
+    def _agree(self, query: Query) -> Found | None:
+        def entry() -> Entry | None:
+            found = self._ask(query)
+            return None if found is None else found.entry
+
+        agreed, of_process_0 = agreement.agree(query.key, query.limit, entry)
+        if not agreed:
+            return lookup.SHIPPED_TABLE(query)  # the same in every process
+        # Process 0 itself knows who had it.
+        return query.held or (None if of_process_0 is None else Found(of_process_0, "process 0's decision"))
 
 
-def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: bool = False) -> Found:
-    """What is held, if that was searched under such a limit; else, or `again`, a measurement, which is stored.
-
-    Raises:
-      RuntimeError: as `tuner.tune`.
-    """
-    with session().turn:
-        held = _held(key, workspace_limit)
-        if held is not None and not again and held[0].is_searched(workspace_limit):
-            return held
-        _listen()
-        old = tuner.earlier(key)
-        seconds = tuner.budget_seconds() if seconds is None else seconds
-        with session().progress.measuring(key, seconds) as measured:
-            entry = flips.noted(old, tuner.tune(key, workspace_limit, old, seconds))
-            measured.append(entry)
-        session().measured(key)
-        if not store.save(entry):
-            session().unsaved[key] = merge(session().unsaved.get(key), entry)
-        return entry, "measured now"
+def frozen_mode(query: Query) -> Choice | None:
+    """In frozen mode XLA for a quiet pass, which caches of weight gradients do not have; FrozenCacheMiss for what the
+    caller named. No answer where no decision is needed, or there is one that has none for the implementation."""
+    problem = query.key.problem
+    if not query.final or disk.mode() != "frozen" or why_not_tuned(problem, query.key.target) or lookup.LOCAL(query):
+        return None
+    reason = "no entry, and JAX_SPLITK_CACHE_MODE=frozen"
+    if not query.options.quiet:
+        raise FrozenCacheMiss(f"{problem}: {reason}; {_elsewhere(query.key)}{command(query.key, query.limit)}")
+    return Choice(problem, XLA, reason, costs=would_serve(problem, query.key.target))
 
 
-def missing(asked: Iterable[tuple[Key, int]], again: bool) -> list[tuple[Key, int]]:
-    """Those of the keys, each with a workspace limit, that `tuned` has to measure; `again`: all of them."""
-
-    def is_held(key: Key, workspace_limit: int) -> bool:
-        held = _held(key, workspace_limit)
-        return held is not None and held[0].is_searched(workspace_limit)
-
-    return [each for each in asked if again or not is_held(*each)]
-
-
-def _served(key: Key, workspace_limit: int) -> Found | None:
-    """What is held for a representative of the problem, and holds for it, too."""
-    return buckets.served(key, workspace_limit, lambda other: _held(other, workspace_limit))
-
-
-@functools.cache
-def _listen() -> None:
-    """A run of measurements that a lowering began ends with it, or with the compilation, where XLA's partitioner asks
-    for a device's part."""
-
-    def ended(event: str, duration_secs: float, **_: Any) -> None:
-        if event in _ENDS and session().progress.lowered():
-            tuner.give_up_ahead()
-
-    jax.monitoring.register_event_duration_secs_listener(ended)
+def _elsewhere(key: Key) -> str:
+    """What the caches have of the problem for other machines, and how their decision could serve; empty for nothing."""
+    environments, here = store.elsewhere(key), key.environment
+    if not environments:
+        return ""
+    cores = [str(e.cores) for e in environments if dataclasses.replace(e, cores=here.cores) == here]
+    if cores and here.platform == "cpu":
+        return (
+            f"a cache has it for {' and for '.join(cores)} CPU cores, here are {here.cores}, and the best config "
+            f"depends on that (NPROC={cores[0]} starts a process with as many of XLA's threads); "
+        )
+    return f"a cache has it for {'; '.join(map(str, environments))}, this machine is {here}; "
 
 
-def _held(key: Key, workspace_limit: int) -> Found | None:
-    """The first entry of this process or of a layer of the cache that has an answer for the limit."""
-    unsaved = session().unsaved.get(key)
-    first = [] if unsaved is None else [(unsaved, "measured now")]
-    found = itertools.chain(first, store.found(key))
-    return next((f for f in found if f[0].best(workspace_limit) is not None), None)
+def cost_model(query: Query) -> Choice | None:
+    """The cost model's best config, or XLA where that is predicted to be faster and nothing was asked for."""
+    problem, target, options = query.key.problem, query.key.target, query.options
+    families = [f for f in query.families if options.implementation or f.unmeasured_refusal(problem) is None]
+    best = model.best(query.key, query.limit, families)
+    if best is None:
+        return None
+    seconds, candidate, total = best
+    faster = None
+    if not options.explicit:
+        # In doubt a pass that nobody named stays as it was.
+        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.quiet)
+    if faster is not None:
+        said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
+        return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")
+    times = Times(seconds * 1e6, predicted=True)
+    return Choice(problem, candidate, f"the cost model's best of {total} configs", lambda: times)
 
 
-def command(key: Key, workspace_limit: int) -> str:
-    """How to tune the problem, or the one that decides for it, ahead of time."""
-    fields = json.dumps(problem_as_dict(buckets.to_tune(key, workspace_limit)[0].problem))
-    limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
-    return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"
+# In the order in which they are asked: the first answer decides. docs/concepts/choice.md has the same list.
+SOURCES: tuple[Source, ...] = (
+    config_argument,
+    tuning_result,
+    InCommon(lookup.LOCAL, measurement),
+    frozen_mode,
+    lookup.SIBLING_TABLES,
+    cost_model,
+)
+
+
+def decide(query: Query) -> Choice | None:
+    """The first answer of the sources; None where none has one."""
+    for source in SOURCES:
+        answer = source(query)
+        choice = _choice(answer, query) if isinstance(answer, Found) else answer
+        if choice is not None:
+            return choice
+    return None
+
+
+def _choice(found: Found, query: Query) -> Choice | None:
+    """An entry's choice, or its best of the implementation that was asked for."""
+    entry, options = found.entry, query.options
+    candidate = entry.best(query.limit, options.implementation)
+    if candidate is None:
+        return None
+
+    def times() -> Times:
+        if buckets.REPRESENTATIVE in entry.metadata and candidate.family is not None:
+            seconds = candidate.family.estimate(entry.key.problem, candidate.config, entry.key.target)
+            return Times(seconds * 1e6, predicted=True)
+        if entry.key != query.key:  # another GPU's times are a prediction here
+            return Times(None if candidate == XLA else entry.us(candidate), predicted=True)
+        measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
+        return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
+
+    return Choice(entry.key.problem, candidate, found.where, times)
+
+
+def measured_first(key: Key, options: Options) -> Key | None:
+    """What the lowering of a problem for this process's devices would measure first: the problem, a representative, or
+    None for nothing."""
+    again, exact = watch.state.wishes(key)
+    query = Query(key, options, options.workspace_limit, here=True, again=again, exact=exact)
+    if options.config is not None or tuning_result(query) is not None:
+        return None
+    query.held = lookup.LOCAL(query)
+    return None if query.is_settled() else next(iter(to_measure(query)), None)

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_splitk import kernels
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -115,18 +115,16 @@ class Entry:
     def best(self, workspace_limit: int, implementation: str | None = None) -> Candidate | None:
         """The choice, if it fits the limit and is of the implementation; else the fastest measured candidate that does.
         None where no kernel is known that does: then XLA's time says nothing."""
-        problem, target = self.key.problem, self.key.target
-
-        def serves(candidate: Candidate) -> bool:
-            asked = implementation in (None, candidate.implementation)
-            return asked and candidate.workspace_bytes(problem) <= workspace_limit
-
-        if serves(self.choice):
+        if self._fits(self.choice, workspace_limit, implementation):
             return self.choice
         timed = sorted((m for m in self.measurements if m.us), key=lambda m: m.us or 0.0)
-        legal = (m.candidate for m in timed if m.candidate.refusal(problem, target) is None)
-        fitting = [candidate for candidate in legal if serves(candidate)]
+        legal = (m.candidate for m in timed if m.candidate.refusal(self.key.problem, self.key.target) is None)
+        fitting = [candidate for candidate in legal if self._fits(candidate, workspace_limit, implementation)]
         return fitting[0] if set(fitting) - {XLA} else None
+
+    def _fits(self, candidate: Candidate, workspace_limit: int, implementation: str | None) -> bool:
+        asked = implementation is None or candidate.implementation == implementation
+        return asked and candidate.workspace_bytes(self.key.problem) <= workspace_limit
 
     def dumps(self) -> str:
         """The entry's file: an object, with a line for each measurement."""
@@ -141,6 +139,13 @@ class Entry:
         head = json.dumps(fields, indent=1, sort_keys=True).removesuffix("\n}")
         rows = ",\n  ".join(json.dumps(measurement.as_dict()) for measurement in self.measurements)
         return f'{head},\n "measurements": [\n  {rows}]\n}}\n'
+
+
+class Found(NamedTuple):
+    """An entry, and who had it, in the words of the log and of `explain`."""
+
+    entry: Entry
+    where: str
 
 
 def merge(old: Entry | None, new: Entry) -> Entry:

@@ -14,6 +14,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target
+from jax_splitk.tuning.serving import serving
 
 SCHEMA = 3
 
@@ -36,7 +37,6 @@ class Environment:
     cuda_major: int
     abi: tuple[str, ...]
 
-    @property
     def target(self) -> Target:
         return Target(self.platform, self.device_kind, self.compute_capability, self.cores)
 
@@ -58,9 +58,9 @@ class Key:
     problem: Problem
     environment: Environment
 
-    @property
+    @functools.cached_property
     def target(self) -> Target:
-        return self.environment.target
+        return self.environment.target()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in an entry's file (tuples become lists)."""
@@ -84,9 +84,12 @@ class Key:
 
 def key_for(problem: Problem, target: Target) -> Key:
     """The key of a problem's entry on `target`."""
-    families = kernels.families(problem.op, target.platform)
-    serving = [family for family in families if family.refusal(problem, None, target) is None]
-    return Key(problem, _environment(serving, target))
+    return _key(problem, target, tuple(serving(problem, target)))
+
+
+@functools.lru_cache(maxsize=4096)  # with the key's text and file, which take longer than the rest of a lookup
+def _key(problem: Problem, target: Target, families: tuple[Family, ...]) -> Key:
+    return Key(problem, _environment(families, target))
 
 
 def environments(op: str, target: Target) -> Iterator[Environment]:

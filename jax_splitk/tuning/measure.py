@@ -21,10 +21,9 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import profile, xla_choices
+from jax_splitk.tuning import device, profile, watch, xla_choices
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -106,7 +105,7 @@ def compile_together(
 def usual_settings() -> Iterator[None]:
     """Measurements run jitted functions and copy their operands, whatever the program's configuration allows it to do;
     for this thread."""
-    with jax.disable_jit(False), jax.transfer_guard("allow"), session().apart():
+    with jax.disable_jit(False), jax.transfer_guard("allow"), watch.state.tracing_only():
         yield
 
 
@@ -294,7 +293,7 @@ class Bench:
             for contestant, count in together:
                 self._on_device(contestant.candidate, functools.partial(_run, contestant, count))
 
-        events = session().profile.events(work, self._held, self._check_given_up)
+        events = device.state.profile.events(work, self._held, self._check_given_up)
         turns = profile.turns(events, {contestant.module for contestant in contestants})
         if [module for module, _ in turns] != [contestant.module for contestant, _ in together]:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
@@ -316,13 +315,13 @@ class Bench:
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
         """The same, where the caller knows what was waited for."""
-        device = session().device
-        while not device.acquire(timeout=LOCK_SECONDS):
+        lock = device.state.lock
+        while not lock.acquire(timeout=LOCK_SECONDS):
             self._check_given_up()
         try:
             yield
         finally:
-            device.release()
+            lock.release()
 
     def _on_device(self, candidate: Candidate, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the candidate and waits for it."""
@@ -331,7 +330,7 @@ class Bench:
         try:
             return work()
         except Exception:
-            session().suspect = session().suspect or self.problem
+            device.state.poisoned_by = device.state.poisoned_by or self.problem
             raise
         finally:
             self.running = None

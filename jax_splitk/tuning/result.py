@@ -11,7 +11,7 @@ from typing import Any
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import options
 from jax_splitk.tuning.choice import XLA
-from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key
 
 
@@ -67,6 +67,11 @@ class TuningResult:
 
     def get(self, key: Key) -> Entry | None:
         return self._by_key.get(key)
+
+    def found(self, key: Key) -> Iterator[Found]:
+        """The decision for a key, as a source of decisions."""
+        if (entry := self.get(key)) is not None:
+            yield Found(entry, "the TuningResult in force")
 
     def __enter__(self) -> "TuningResult":
         context = options.using(self)

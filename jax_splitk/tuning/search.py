@@ -25,14 +25,13 @@ from jax_splitk.kernels import Family
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import certainty
+from jax_splitk.tuning import certainty, device, searches
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_together, plans_of
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -163,8 +162,8 @@ class Search:
                 *(self.key.problem, xla.error),
             )
             return self._entry(XLA, self.contestants)
-        if session().suspect == self.key.problem:
-            session().suspect = None  # whatever failed, the device goes on
+        if device.state.poisoned_by == self.key.problem:
+            device.state.poisoned_by = None  # whatever failed, the device goes on
         entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
         times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
@@ -271,7 +270,7 @@ class Search:
     def _tell(self) -> None:
         """How far it is, for the user."""
         if self.xla is not None and self.contestants:
-            session().progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
+            searches.state.progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         family, problem, target = candidate.family, self.key.problem, self.key.target
@@ -312,7 +311,7 @@ class Search:
     def _took_the_context(self, xla: Contestant) -> bool:
         """Whether XLA's operation, which had worked, fails because one of ours did before it, and no other search's."""
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
-        return failed and session().suspect == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
+        return failed and device.state.poisoned_by == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
 
     def entry_without(self, stuck: Candidate) -> Entry:
         """The entry of what is known while a candidate does not come back; RuntimeError where that is XLA."""

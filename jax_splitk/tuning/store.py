@@ -7,6 +7,8 @@ that is damaged, foreign or newer is a miss with one warning.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import pathlib
@@ -14,10 +16,9 @@ from collections.abc import Iterator
 
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import entry as entries
-from jax_splitk.tuning import table
-from jax_splitk.tuning.entry import Entry, InvalidEntry
+from jax_splitk.tuning import once, table
+from jax_splitk.tuning.entry import Entry, Found, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Environment, Key
-from jax_splitk.tuning.session import session
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:
@@ -27,24 +28,28 @@ def layers() -> list[tuple[str, pathlib.Path]]:
     return [*caches, ("shipped table", table.FOLDER)]
 
 
-def found(key: Key) -> Iterator[tuple[Entry, str]]:
-    """The layers' entries for `key`, and the layers' names, in the order of their precedence."""
-    if disk.mode() == "off":
-        return
-    *caches, (shipped, _) = layers()
-    for name, folder in caches:
+def cached(key: Key) -> Iterator[Found]:
+    """The caches' entries for `key`, in the order of their precedence."""
+    for name, folder in () if disk.mode() == "off" else layers()[:-1]:
         entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
         if entry is not None:
-            yield entry, name
-        if session().is_first("layer", folder):
-            _look_for_old_entries(folder)
-    entry = table.lookup(key)
-    if entry is not None:
-        yield entry, shipped
+            yield Found(entry, name)
+        once.state.result(("old entries", folder), functools.partial(_look_for_old_entries, folder))
 
 
-def lookup(key: Key) -> tuple[Entry, str] | None:
-    """The first layer's entry for `key`, and the layer's name; None for a miss in all of them."""
+def shipped(key: Key) -> Iterator[Found]:
+    """The shipped table's entry for `key`."""
+    if disk.mode() != "off" and (entry := table.lookup(key)) is not None:
+        yield Found(entry, "shipped table")
+
+
+def found(key: Key) -> Iterator[Found]:
+    """The entries of all layers for `key`, in the order of their precedence."""
+    return itertools.chain(cached(key), shipped(key))
+
+
+def lookup(key: Key) -> Found | None:
+    """The first layer's entry for `key`; None for a miss in all of them."""
     return next(found(key), None)
 
 

@@ -16,13 +16,13 @@ import jax
 from jax_splitk import kernels
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target, local_platform, target_for
+from jax_splitk.tuning import searches
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
 from jax_splitk.tuning.key import key_for, problem_as_dict
 from jax_splitk.tuning.measure import Bench, Contestant, usual_settings
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.search import ranked
-from jax_splitk.tuning.session import session
 
 BATCH = 16  # candidates that are held, and timed in turns, at a time
 ROUNDS = 5
@@ -184,7 +184,7 @@ def _measured(
     problem: Problem, target: Target, wanted: Sequence[Candidate], first: Candidate, progress: Progress
 ) -> Sweep:
     """The times of `wanted`, of XLA and of `first`, the cost model's choice, which need not be among them."""
-    with session().turn, usual_settings(), jax.default_device(jax.local_devices()[0]):
+    with searches.state.turn, usual_settings(), jax.default_device(jax.local_devices()[0]):
         bench = Bench(problem, target.platform, threading.Event())
         held, failures = bench.prepare([XLA, first])
         _require_working(problem, failures)

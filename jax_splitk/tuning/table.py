@@ -8,6 +8,7 @@ as long as each family that can compute its problem has the table's ABI. `python
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -15,10 +16,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_splitk.runtime import disk
+from jax_splitk.tuning import once
 from jax_splitk.tuning.choice import XLA
-from jax_splitk.tuning.entry import Entry, InvalidEntry, Measurement, legal_candidate, microseconds
+from jax_splitk.tuning.entry import Entry, InvalidEntry, legal_candidate
 from jax_splitk.tuning.key import Environment, Key
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+
+# The text of a problem's fields, by which its row is found.
+_text = functools.partial(json.dumps, sort_keys=True)
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
@@ -28,6 +33,7 @@ def path_for(op: str, device_kind: str) -> pathlib.Path:
     return FOLDER / re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) / f"{op}.json"
 
 
+@functools.lru_cache(maxsize=256)
 def machine_of(environment: Environment) -> dict[str, Any]:
     """What a table says of its machine: all of an environment but the families."""
     fields = dataclasses.asdict(environment)
@@ -51,19 +57,19 @@ class Table:
         changed = set(key.environment.abi) - self.abi
         if changed:
             raise InvalidEntry(f"it was measured with other versions than {', '.join(sorted(changed))}")
-        choice = legal_candidate(row, key)
-        times = {choice: microseconds(row.get("us")), XLA: microseconds(row.get("xla_us"))}
-        return Entry.of(key, choice, [Measurement(candidate, us) for candidate, us in times.items()])
+        times = [{**row, "error": None}, {"family": XLA.name, "config": None, "us": row.get("xla_us"), "error": None}]
+        evidence = {"predicted": None, "metadata": {}, "measurements": times}
+        return Entry(key, legal_candidate(row, key), DEFAULT_WORKSPACE_LIMIT, evidence)
 
 
 def lookup(key: Key) -> Entry | None:
     """The shipped entry for a key; None, with one warning, for one that cannot be used."""
-    path = path_for(key.problem.op, key.environment.device_kind)
-    table = session().once(("table", path), lambda: _read_or_warn(path))
+    op, device_kind = key.problem.op, key.environment.device_kind
+    table = once.state.result((FOLDER, op, device_kind), lambda: _read_or_warn(path_for(op, device_kind)))
     try:
         return table.entry(key)
     except InvalidEntry as error:
-        disk.warn_once(f"{path}: the row of {key.problem} is ignored: {error}")
+        disk.warn_once(f"{path_for(op, device_kind)}: the row of {key.problem} is ignored: {error}")
         return None
 
 
@@ -87,7 +93,3 @@ def read(path: pathlib.Path) -> Table:
         return Table(data["machine"], abi, rows)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidEntry(f"it is not a table ({type(error).__name__}: {error})") from None
-
-
-def _text(problem: Mapping[str, Any]) -> str:
-    return json.dumps(problem, sort_keys=True)

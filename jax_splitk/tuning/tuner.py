@@ -23,14 +23,13 @@ from collections.abc import Iterable, Iterator
 
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
-from jax_splitk.tuning import agreement, relatives, store
+from jax_splitk.tuning import agreement, searches, siblings, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import ROTATED_BYTES, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import Search
-from jax_splitk.tuning.session import session
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -59,7 +58,7 @@ class Running:
 
 
 @dataclasses.dataclass
-class Coming:
+class Queued:
     """What is known of a key that may be measured next: the budget (None for the default), and whether its first
     candidates are compiling."""
 
@@ -75,8 +74,8 @@ def budget_seconds() -> float:
 def earlier(key: Key) -> Entry | None:
     """An entry whose candidates take part in a search: the key's own, else a relative's, whose measurements say what to
     try first and decide nothing."""
-    found = itertools.chain.from_iterable(map(store.found, (key, *relatives.keys(key))))
-    return next(found, (None, ""))[0]
+    found = itertools.chain.from_iterable(map(store.found, (key, *siblings.keys(key))))
+    return next((entry for entry, _ in found), None)
 
 
 def tune(
@@ -102,28 +101,28 @@ def tune(
     missing = toolchain.unavailable() if key.target.platform == "cuda" else None
     if missing is not None:
         raise toolchain.CompilerUnavailable(missing)
-    if _wait_for_those_left() is not None:
+    if _wait_for_abandoned() is not None:
         raise RuntimeError("an earlier measurement has not come back; the process must be started again")
-    searches = session().searches
-    session().coming.pop((key, workspace_limit), None)
+    under_way = searches.state.running
+    searches.state.queue.pop((key, workspace_limit), None)
     try:
-        running = searches.get((key, workspace_limit)) or _begin(key, workspace_limit, old, seconds)
+        running = under_way.get((key, workspace_limit)) or _begin(key, workspace_limit, old, seconds)
         running.awaited = True
         while not running.result.done():
             _look_ahead()
             concurrent.futures.wait([running.result], _WATCH_SECONDS)
-            session().progress.tick(key)
+            searches.state.progress.tick(key)
             if (found := _stuck()) is not None:
                 return _without(*found, awaited=running)
         running.thread.join()  # it lets go of executables, in native code: see `_leave`
-        del searches[key, workspace_limit]
+        del under_way[key, workspace_limit]
         return running.result.result()
     except (KeyboardInterrupt, RuntimeError) as error:
         # Python's locks raise a RuntimeError where Ctrl-C comes while they are taken.
         if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        _forget_coming()
-        for each in list(searches.values()):
+        _clear_queue()
+        for each in list(under_way.values()):
             _give_up(each)
         if isinstance(error, RuntimeError):
             raise KeyboardInterrupt from error
@@ -142,7 +141,7 @@ def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | N
             result.set_exception(error)
 
     thread = threading.Thread(target=work, name="jax_splitk-tuner", daemon=True)
-    running = session().searches[key, workspace_limit] = Running(search, workspace_limit, thread, result)
+    running = searches.state.running[key, workspace_limit] = Running(search, workspace_limit, thread, result)
     thread.start()
     if key.target.platform == "cuda":
         with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
@@ -153,13 +152,13 @@ def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | N
 def _look_ahead() -> None:
     """Begins the searches of the next problems, and after that to compile the first candidates of more of them until
     there is enough to do for every core."""
-    coming, searches = session().coming, session().searches
+    queue = searches.state.queue
     with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
-        while coming and _has_room(key_and_limit := next(iter(coming))):
-            seconds = coming.pop(key_and_limit).seconds
-            if key_and_limit not in searches:
+        while queue and _has_room(key_and_limit := next(iter(queue))):
+            seconds = queue.pop(key_and_limit).seconds
+            if key_and_limit not in searches.state.running:
                 _begin(*key_and_limit, earlier(key_and_limit[0]), seconds)
-        for (key, limit), next_one in list(coming.items()):
+        for (key, limit), next_one in list(queue.items()):
             if compiler.pool.queued >= 2 * cores():
                 break
             if not next_one.compiling:
@@ -169,7 +168,7 @@ def _look_ahead() -> None:
 
 def _has_room(key_and_limit: tuple[Key, int]) -> bool:
     """Whether another search may begin beside those under way."""
-    under_way = [key for (key, _), running in session().searches.items() if not running.result.done()]
+    under_way = [key for (key, _), running in searches.state.running.items() if not running.result.done()]
     held = sum(map(_operands_bytes, (*under_way, key_and_limit[0])))
     return len(under_way) < min(_AT_ONCE, int((cores() - 1) / _CORES_EACH)) and held <= _OPERANDS_BYTES
 
@@ -180,47 +179,47 @@ def _operands_bytes(key: Key) -> int:
 
 
 @contextlib.contextmanager
-def coming(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Iterator[None]:
+def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Iterator[None]:
     """While the block runs, keys and limits that it asks for, in this order, with a budget for each: the next ones are
     searched, and kernels compiled, while one is waited for."""
     here = not agreement.needed()  # in a job the others must not disturb process 0
-    session().coming = {k: Coming(seconds) for k in keys if here and k[0].target.platform == "cuda"}
+    searches.state.queue = {k: Queued(seconds) for k in keys if here and k[0].target.platform == "cuda"}
     try:
         yield
     finally:
-        _forget_coming()
+        _clear_queue()
 
 
-def may_come(key: Key, workspace_limit: int) -> None:
+def enqueue(key: Key, workspace_limit: int) -> None:
     """Takes note that a lowering may ask for it."""
-    session().coming.setdefault((key, workspace_limit), Coming())
+    searches.state.queue.setdefault((key, workspace_limit), Queued())
 
 
-def _forget_coming() -> None:
-    session().coming = {}
+def _clear_queue() -> None:
+    searches.state.queue = {}
     give_up_ahead()
     compiler.pool.drop_ahead()
 
 
 def give_up_ahead() -> None:
     """Ends the searches that nobody waits for, and lets the device be free of them."""
-    ahead = [running for running in list(session().searches.values()) if not running.awaited]
+    ahead = [running for running in list(searches.state.running.values()) if not running.awaited]
     for running in ahead:
         _give_up(running)
     for running in ahead:
         running.thread.join(_LEAVE_SECONDS)
 
 
-def _leave_behind(running: Running) -> None:
+def _abandon(running: Running) -> None:
     """Ends a search, whose thread may go on for a while."""
     running.search.given_up.set()
-    session().searches.pop((running.search.key, running.limit), None)
-    session().left.append(running)
+    searches.state.running.pop((running.search.key, running.limit), None)
+    searches.state.abandoned.append(running)
 
 
 def _give_up(running: Running) -> None:
     """Ends a search that was not waited for, or not to the end; what it has measured is stored."""
-    _leave_behind(running)
+    _abandon(running)
     if running.result.done():
         entry = None if running.result.exception() else running.result.result()
     else:
@@ -231,7 +230,7 @@ def _give_up(running: Running) -> None:
 
 def _stuck() -> tuple[Running, Candidate] | None:
     """A search whose candidate does not come back, and nothing else that waits for the device."""
-    for running in list(session().searches.values()):
+    for running in list(searches.state.running.values()):
         if (stuck := running.search.stuck()) is not None and not running.result.done():
             return running, stuck
     return None
@@ -240,8 +239,8 @@ def _stuck() -> tuple[Running, Candidate] | None:
 def _without(running: Running, stuck: Candidate, awaited: Running) -> Entry:
     """The entry where a candidate does not come back: if it is another search's, that is stored, and RuntimeError."""
     search = running.search
-    for each in list(session().searches.values()):
-        _leave_behind(each)
+    for each in list(searches.state.running.values()):
+        _abandon(each)
     entry = search.entry_without(stuck)
     _logger.warning(
         "%s: %s: %s; the search ends and %s is chosen. What this process runs on the device from now on will wait for "
@@ -254,16 +253,16 @@ def _without(running: Running, stuck: Candidate, awaited: Running) -> Entry:
     return entry
 
 
-def _wait_for_those_left() -> Candidate | None:
+def _wait_for_abandoned() -> Candidate | None:
     """Waits until the searches that were given up have ended; what does not come back, if it never will."""
-    left = session().left
-    while left:
-        if not left[0].thread.is_alive():
-            left.pop(0)
-        elif (stuck := next((s for one in left if (s := one.search.stuck()) is not None), None)) is not None:
+    abandoned = searches.state.abandoned
+    while abandoned:
+        if not abandoned[0].thread.is_alive():
+            abandoned.pop(0)
+        elif (stuck := next((s for one in abandoned if (s := one.search.stuck()) is not None), None)) is not None:
             return stuck
         else:
-            left[0].thread.join(_WATCH_SECONDS)
+            abandoned[0].thread.join(_WATCH_SECONDS)
     return None
 
 
@@ -272,8 +271,8 @@ def _leave() -> None:
     """Waits for searches that were given up: a thread that comes back from native code while the interpreter ends
     aborts the process."""
     try:
-        for running in list(session().searches.values()):
-            _leave_behind(running)
-        _wait_for_those_left()
+        for running in list(searches.state.running.values()):
+            _abandon(running)
+        _wait_for_abandoned()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)

@@ -14,7 +14,7 @@ import jax
 
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import device, searches
 
 FEW = 4  # problems of the first program, as many as searches that would wait for each other; later ones have no fewer
 MOST = 16
@@ -29,20 +29,20 @@ def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> bool:
     Returns:
       whether XLA has chosen, and will time nothing when the problem is compiled by itself.
     """
-    known = session()
-    if problem in known.chosen:
-        return known.chosen[problem]
-    following = [key.problem for key, _ in (*list(known.searches), *list(known.coming))]
-    most = FEW if known.choice_seconds is None else int(SECONDS / max(known.choice_seconds, 1e-3))
-    new = [p for p in dict.fromkeys((problem, *following)) if p not in known.chosen][: max(FEW, min(most, MOST))]
-    known.chosen.update(dict.fromkeys(new, False))
+    known, seconds = device.state.xla_chose, device.state.xla_seconds
+    if problem in known:
+        return known[problem]
+    following = [key.problem for key, _ in (*list(searches.state.running), *list(searches.state.queue))]
+    most = FEW if seconds is None else int(SECONDS / max(seconds, 1e-3))
+    new = [p for p in dict.fromkeys((problem, *following)) if p not in known][: max(FEW, min(most, MOST))]
+    known.update(dict.fromkeys(new, False))
     if len(new) > 1:
         started = time.monotonic()
         with contextlib.suppress(Exception):
             _compile(new, compiler_options)
-            known.chosen.update(dict.fromkeys(new, True))
-        known.choice_seconds = (time.monotonic() - started) / len(new)
-    return known.chosen[problem]
+            known.update(dict.fromkeys(new, True))
+        device.state.xla_seconds = (time.monotonic() - started) / len(new)
+    return known[problem]
 
 
 def _compile(problems: Sequence[Problem], compiler_options: Mapping[str, Any]) -> None:

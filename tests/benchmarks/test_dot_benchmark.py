@@ -13,7 +13,7 @@ from benchmarks.timing import Timing
 from jax_splitk.kernels.dot import tma
 from jax_splitk.ops.decision import Decision
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import profile, session, table
+from jax_splitk.tuning import once, profile, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import key_for
 
@@ -49,7 +49,7 @@ def test_a_tuned_run_and_its_table(
     assert tables.main([str(path)]) == 0
     target = target_for("cpu")
     assert [path.name for path in table.FOLDER.rglob("*")][1:] == ["dot_general.json"]
-    session._session = session.Session()  # a process reads a table once
+    once.state = once.Once()  # a process reads a table once
     entry = table.lookup(key_for(dot_cases.Case(64, 64, 192).problem(), target))
     assert entry is not None and entry.us(XLA) and entry.us(entry.choice)
 

@@ -15,7 +15,7 @@ from benchmarks.models import convnext, efficientnet, passes, resnet3d
 from benchmarks.models.__main__ import main
 from benchmarks.models.layers import OURS, STOCK, Layers, Model, Params
 from benchmarks.models.passes import FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import watch
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
 
@@ -41,7 +41,7 @@ def test_stock_and_ours_agree(name: str) -> None:
         return jax.jit(jax.value_and_grad(lambda params: model.loss(exact, params, *data)))(params)
 
     stock, stock_gradients = both(STOCK)
-    with session().watching() as watched:
+    with watch.state.watching() as watched:
         ours, our_gradients = both(OURS)
     assert "host" in {choice.implementation for choice in watched.choices}
     assert float(ours) == pytest.approx(float(stock), rel=1e-4)

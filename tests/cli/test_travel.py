@@ -155,7 +155,7 @@ def test_a_decision_for_some_rows_has_the_kernels_of_fewer(
     assert sorted(tiles) == ["3", "4"]
     for rows in range(257, 321):
         fewer = dataclasses.replace(key.problem, rows=rows)
-        if buckets.held_by(key_for(fewer, DEFAULT_CUDA), Entry.of(key, choice), 2**28) is not None:
+        if buckets.choice_for(key_for(fewer, DEFAULT_CUDA), Entry.of(key, choice), 2**28) is not None:
             assert compiler.source_key(source_of(fewer, choice)) in code(tmp_path)
 
 

@@ -24,9 +24,8 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import LAUNCH_TARGET, DevicePlan
-from jax_splitk.tuning import store
+from jax_splitk.tuning import store, watch
 from jax_splitk.tuning.choice import XLA
-from jax_splitk.tuning.session import session
 from tests import products, tuning_cache
 from tests.convolutions import NHWC, Conv
 from tests.on_gpu import error
@@ -259,7 +258,7 @@ def test_a_data_parallel_step_under_plain_jit(monkeypatch: pytest.MonkeyPatch, t
     conv = dataclasses.replace(DENSE, batch=2 * DENSE.batch)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
-    with seeded(66) as rng, session().watching() as watched:
+    with seeded(66) as rng, watch.state.watching() as watched:
         lhs, rhs, g = conv.integers(rng, "bfloat16")
         loss = lambda w, x, y: (conv.ours(x, w, compute_dtype=jnp.bfloat16) * y).sum()  # noqa: E731
         args = (put(rhs.astype(jnp.float32)), put(lhs, "data"), put(g, "data"))
@@ -349,7 +348,7 @@ def test_a_miss_is_measured_once(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2")
     function, operands, expected = tunable(kind)
-    with session().watching() as first:
+    with watch.state.watching() as first:
         np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
     (key,) = first.measured
     found = store.lookup(key)
@@ -359,7 +358,7 @@ def test_a_miss_is_measured_once(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert {candidate.family for candidate in measured} & set(kernels.families(key.problem.op, PLATFORM))
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")  # a miss would be an error
     function, operands, expected = tunable(kind)
-    with session().watching() as second:
+    with watch.state.watching() as second:
         np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
     assert not second.measured
     (choice,) = second.choices
@@ -377,7 +376,7 @@ def test_a_tuning_result_decides(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert carried == tuned
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    with session().watching() as watched:
+    with watch.state.watching() as watched:
         with carried:
             np.testing.assert_array_equal(jax.jit(function)(*operands), expected)
         np.testing.assert_array_equal(jax.jit(function)(*operands), expected)

@@ -25,8 +25,7 @@ from jax_splitk.ops.partitioning import Rule
 from jax_splitk.quantized import PackedWeight
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.plan import HOST_CONV_TARGET, HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
-from jax_splitk.tuning import certainty
-from jax_splitk.tuning.session import session
+from jax_splitk.tuning import certainty, watch
 from tests.convolutions import Conv
 from tests.problems import generator
 
@@ -58,7 +57,7 @@ def partitioned(kind: str = "shardy") -> Iterator[Callable[..., Any]]:
 
 def compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, dict[str, int], list[str]]:
     """(result, collectives by kind, problems of our custom calls as they were lowered)."""
-    with session().watching() as watched:
+    with watch.state.watching() as watched:
         function: Any = jax.jit(fn, **options)
         text = function.lower(*args).compile().as_text()
     counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
@@ -357,7 +356,7 @@ def test_shardings_of_jit_and_of_constraints() -> None:
 
 def test_eager_calls_on_sharded_arrays() -> None:
     x, _, y = CONV.integers(generator(80))
-    with partitioned() as put, session().watching() as watched:
+    with partitioned() as put, watch.state.watching() as watched:
         np.testing.assert_array_equal(CONV.wgrad(put(x, "data"), put(y, "data")), CONV.lax_wgrad(x, y))
     assert [str(choice.problem).split()[3] for choice in watched.choices] == ["4x6x5x8"]
 
@@ -418,7 +417,7 @@ def test_the_local_problem_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: p
             if batch == 4:
                 ((key, _),) = jax_splitk.tune(CONV.wgrad, *args, seconds=0.05).entries
                 assert key.problem.batch == batch
-            with session().watching() as watched:
+            with watch.state.watching() as watched:
                 np.testing.assert_array_equal(jax.jit(CONV.wgrad)(*args), CONV.lax_wgrad(x, y))
             assert [choice.problem.batch for choice in watched.choices] == [batch]
             assert [key.problem.batch for key in watched.measured] == ([] if batch == 4 else [batch])
@@ -434,7 +433,7 @@ def test_a_pass_in_doubt_is_measured_as_a_devices_part(monkeypatch: pytest.Monke
     loss = lambda w, x, y: (CONV.ours(x, w) * y).sum()  # noqa: E731
     for autotune, measured in (("off", set()), ("on_miss", {("conv_fprop", 1), ("conv_wgrad", 1)})):
         monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", autotune)
-        with partitioned() as put, session().watching() as watched:
+        with partitioned() as put, watch.state.watching() as watched:
             args = (put(w), put(x, BOTH), put(y, BOTH))
             _, dw = jax.jit(jax.value_and_grad(loss))(*args)
             np.testing.assert_array_equal(dw, CONV.lax_wgrad(x, y))

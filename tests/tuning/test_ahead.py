@@ -19,7 +19,7 @@ from jax_splitk.ops import tune
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning import ahead, decide, search, select, session, store, tuner
+from jax_splitk.tuning import ahead, measurement, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -216,10 +216,10 @@ def test_notes_of_what_nobody_lowers_are_bounded(compilations: Compilations, mon
     for case in CASES:
         run, args = program(case)
         run.eval_shape(args)
-    assert [problem for problem, _ in session.session().traced] == [case.problem() for case in CASES[1:]]
+    assert [problem for problem, _ in searches.state.traced] == [case.problem() for case in CASES[1:]]
     run, args = program(Case("tiny", 2, 5, 5, 4, 4, (1, 1), dtype="float32"))
     run.lower([tuple(jnp.zeros(one.shape) for one in args[0])])
-    found = [problem for problem, _ in session.session().traced]
+    found = [problem for problem, _ in searches.state.traced]
     assert found == [case.problem() for case in CASES[2:]], "what is lowered, on any platform, is not to come"
     assert compiler.pool._futures == {}
 
@@ -243,7 +243,7 @@ class Searches:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
+def played(monkeypatch: pytest.MonkeyPatch) -> Searches:
     return Searches(monkeypatch)
 
 
@@ -256,21 +256,21 @@ LIMIT = Options().workspace_limit
 
 
 def test_the_next_problems_kernels_compile_while_one_is_measured(
-    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+    compilations: Compilations, played: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuner, "cores", lambda: 1000)
     every = set().union(*map(first_kernels, KEYS))
-    searches.during = lambda key: compilations.wait_for(*every)
-    with tuner.coming((key, LIMIT) for key in KEYS):
+    played.during = lambda key: compilations.wait_for(*every)
+    with tuner.queued((key, LIMIT) for key in KEYS):
         for key in KEYS:
             tuner.tune(key)
-    assert searches.keys == KEYS
+    assert played.keys == KEYS
     assert len(compilations.workers) == len(set(compilations.workers)), "each once, whichever problems share it"
-    assert session.session().coming == {}
+    assert searches.state.queue == {}
 
 
 def test_there_is_only_so_much_ahead(
-    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+    compilations: Compilations, played: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Enough for the cores, of which a measurement has two."""
     monkeypatch.setattr(pool, "cores", lambda: 3)
@@ -283,10 +283,10 @@ def test_there_is_only_so_much_ahead(
             threading.Event().wait(0.01)
         assert len(running) <= 3
 
-    searches.during = during
-    with tuner.coming((key, LIMIT) for key in KEYS):
+    played.during = during
+    with tuner.queued((key, LIMIT) for key in KEYS):
         tuner.tune(KEYS[0])
-        waiting = [key for (key, _), one in session.session().coming.items() if not one.compiling]
+        waiting = [key for (key, _), one in searches.state.queue.items() if not one.compiling]
         assert waiting and waiting == KEYS[-len(waiting) :]
         assert compiler.pool.queued > 0
     assert compiler.pool.queued == 0, "what has not begun is dropped at the end"
@@ -295,7 +295,7 @@ def test_there_is_only_so_much_ahead(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_nothing_more_is_compiled_after_an_error(
-    error: type[BaseException], compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], compilations: Compilations, played: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "cores", lambda: 1)
     ended = threading.Event()
@@ -306,24 +306,24 @@ def test_nothing_more_is_compiled_after_an_error(
             threading.Event().wait(0.01)
         raise error("scripted")
 
-    searches.during = fails
-    with pytest.raises(error, match="scripted"), tuner.coming((key, LIMIT) for key in KEYS):
+    played.during = fails
+    with pytest.raises(error, match="scripted"), tuner.queued((key, LIMIT) for key in KEYS):
         tuner.tune(KEYS[0])
-    assert (compiler.pool.queued, session.session().coming) == (0, {})
+    assert (compiler.pool.queued, searches.state.queue) == (0, {})
     ended.set()
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_miss_is_compiled_when_it_comes_to_be_measured(
-    compilations: Compilations, monkeypatch: pytest.MonkeyPatch, searches: Searches
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch, played: Searches
 ) -> None:
     """With tuning on a trace alone begins nothing: a search tries ten kernels for each problem."""
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     run, args = program(*CASES)
     run.trace(args)
     assert compiler.pool._futures == {}
-    assert [key for key, _ in session.session().coming] == KEYS
-    searches.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
+    assert [key for key, _ in searches.state.queue] == KEYS
+    played.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
     tuner.tune(KEYS[0])
 
 
@@ -353,7 +353,7 @@ def test_the_steps_from_the_fastest_compile_while_others_are_timed(
 
 
 def test_a_problem_is_ranked_once_and_not_before_its_search(
-    compilations: Compilations, searches: Searches, monkeypatch: pytest.MonkeyPatch
+    compilations: Compilations, played: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That takes a tenth of a second for some problems, under Python's lock: what is compiled ahead and the search ask
     for the same, and `tune` does not make the first search wait for the ranking of all."""
@@ -362,13 +362,13 @@ def test_a_problem_is_ranked_once_and_not_before_its_search(
     monkeypatch.setattr(tuner, "cores", lambda: 1000)
     monkeypatch.setattr(tune, "local_platform", lambda: "cuda")
     monkeypatch.setattr(tune, "target_for", lambda _: DEFAULT_CUDA)
-    measured = decide.tuned
+    measured = measurement.tuned
 
     def tuned(*args: Any) -> Any:
         ranked_before.append(search._ranking.cache_info().misses)
         return measured(*args)
 
-    monkeypatch.setattr(decide, "tuned", tuned)
+    monkeypatch.setattr(measurement, "tuned", tuned)
     result = jax_splitk.tune_problems([case.problem() for case in CASES])
     assert [key for key, _ in result] == KEYS
     assert ranked_before[0] == 0
@@ -436,7 +436,7 @@ def test_the_next_searches_are_under_way_while_one_is_waited_for(together: Toget
     found: dict[Key, Entry] = {}
 
     def work() -> None:
-        with tuner.coming((key, LIMIT) for key in MANY):
+        with tuner.queued((key, LIMIT) for key in MANY):
             for key in MANY:
                 found[key] = tuner.tune(key, LIMIT)
 
@@ -451,12 +451,12 @@ def test_the_next_searches_are_under_way_while_one_is_waited_for(together: Toget
     assert [entry.key for entry in found.values()] == list(found) == MANY
     assert sorted(map(MANY.index, together.begun)) == list(range(9)), "each once"
     assert together.most == 4
-    assert (session.session().searches, session.session().left, session.session().coming) == ({}, [], {})
+    assert (searches.state.running, searches.state.abandoned, searches.state.queue) == ({}, [], {})
 
 
 def test_large_operands_are_alone(together: Together) -> None:
     large = [key_for(dataclasses.replace(CASES[0], batch=4096 + i).problem(), DEFAULT_CUDA) for i in range(3)]
-    with tuner.coming((key, LIMIT) for key in large):
+    with tuner.queued((key, LIMIT) for key in large):
         for key in large:
             tuner.tune(key, LIMIT)
     assert (together.most, together.begun) == (1, large)
@@ -472,13 +472,13 @@ def test_what_nobody_waits_for_is_given_up_and_kept(together: Together, cache: p
         return Entry.of(this.key, XLA)
 
     together.ends = ends
-    with tuner.coming((key, LIMIT) for key in MANY[:3]):
+    with tuner.queued((key, LIMIT) for key in MANY[:3]):
         tuner.tune(MANY[0], LIMIT)
-        running = session.session().searches[MANY[2], LIMIT]
+        running = searches.state.running[MANY[2], LIMIT]
         assert not running.search.given_up.is_set()
     assert running.search.given_up.is_set()
     assert not running.thread.is_alive()
-    assert session.session().searches == {}
+    assert searches.state.running == {}
     assert [store.lookup(key) is not None for key in MANY[:3]] == [False, True, False], "the caller stores its own"
     together.held.clear()
     tuner.tune(MANY[2], LIMIT)
@@ -494,13 +494,13 @@ def test_ctrl_c_gives_up_all_that_are_under_way(together: Together, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(concurrent.futures, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt), tuner.coming((key, LIMIT) for key in MANY):
+        with pytest.raises(KeyboardInterrupt), tuner.queued((key, LIMIT) for key in MANY):
             tuner.tune(MANY[0], LIMIT)
-    assert (session.session().searches, session.session().coming) == ({}, {})
-    assert all(running.search.given_up.is_set() for running in session.session().left)
+    assert (searches.state.running, searches.state.queue) == ({}, {})
+    assert all(running.search.given_up.is_set() for running in searches.state.abandoned)
     assert [store.lookup(key) is not None for key in MANY[:4]] == [False, True, False, True]
     tuner.tune(MANY[5], LIMIT)
-    assert session.session().left == []
+    assert searches.state.abandoned == []
 
 
 def test_a_search_that_does_not_come_back_ends_the_others(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,9 +514,9 @@ def test_a_search_that_does_not_come_back_ends_the_others(together: Together, mo
         return Entry.of(this.key, XLA, tuple(this.failures))
 
     monkeypatch.setattr(search.Search, "entry_without", without)
-    with pytest.raises(RuntimeError, match="beside it does not come back"), tuner.coming((k, LIMIT) for k in MANY):
+    with pytest.raises(RuntimeError, match="beside it does not come back"), tuner.queued((k, LIMIT) for k in MANY):
         tuner.tune(MANY[0], LIMIT)
-    assert session.session().searches == {}
+    assert searches.state.running == {}
     found = store.lookup(MANY[1])
     assert found is not None
     assert found[0].measurements[0].candidate == stuck

@@ -13,10 +13,11 @@ import jax_splitk
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning import buckets, decide, entry, model, search, select, tuner
+from jax_splitk.tuning import buckets, decide, entry, lookup, measurement, model, search, select, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.entry import Entry, Found, Measurement
 from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.lookup import Query
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.result import TuningResult
 from tests.tuning_cache import product, put
@@ -106,9 +107,9 @@ def test_a_decision_serves_fewer_rows_unless_they_have_one(
         choice = chosen(21, tuning=result)
         assert (choice.candidate, choice.because) == (own, "the TuningResult in force, decision of 32 rows")
     # Processes of a job send each other what was decided.
-    (found, _) = decide._served(key_of(21), LIMIT) or (None, "")
+    found = lookup.LOCAL(Query(key_of(21), Options(), LIMIT))
     assert found is not None
-    assert entry.loads(found.dumps(), key_of(21)).choice == held.choice
+    assert entry.loads(found.entry.dumps(), key_of(21)).choice == held.choice
 
 
 @pytest.mark.parametrize(("k", "features"), SHAPES)
@@ -125,7 +126,7 @@ def test_it_serves_where_it_is_legal_and_loses_little(k: int, features: int, row
             here, there = seconds(key, candidate) / best, seconds(other, candidate) / best_of_other
             # Slow where it was measured to be fast is no argument.
             expected = candidate if here / max(1, there) - 1 <= 0.03 else None
-        assert buckets.held_by(key, Entry.of(other, candidate), LIMIT) == expected
+        assert buckets.choice_for(key, Entry.of(other, candidate), LIMIT) == expected
 
 
 def test_what_is_not_legal_or_slow_for_fewer_rows_does_not_serve(cache: pathlib.Path) -> None:
@@ -136,34 +137,39 @@ def test_what_is_not_legal_or_slow_for_fewer_rows_does_not_serve(cache: pathlib.
         first = buckets.representatives(key)[:1]
         for other in first:
             choice = search.ranked(other)[0]
-            if buckets.held_by(key, Entry.of(other, choice), LIMIT) is None:
+            if buckets.choice_for(key, Entry.of(other, choice), LIMIT) is None:
                 reasons.add("slow" if choice.refusal(key.problem, DEFAULT_CUDA) is None else "not legal")
         # A multiple of 32 has the same tiles, so that its decision serves.
         assert buckets.to_tune(key, LIMIT)[:-1] or rows % 32 == 0
     assert reasons == {"slow", "not legal"}
     big = decided(key_of(320))
     need = big.choice.workspace_bytes(problem(300))
-    assert buckets.held_by(key_of(300), big, LIMIT) == big.choice
-    assert need == 0 or buckets.held_by(key_of(300), big, need - 1) is None
+    assert buckets.choice_for(key_of(300), big, LIMIT) == big.choice
+    assert need == 0 or buckets.choice_for(key_of(300), big, need - 1) is None
 
 
 @pytest.mark.parametrize(("rows", "of"), [(20, 32), (513, 640)])
 def test_xla_serves_fewer_rows_where_it_stays_the_faster(rows: int, of: int) -> None:
     """XLA's time does not grow with fewer rows, and ours falls as the model says."""
-    here, there = (model.best(problem(n), DEFAULT_CUDA, LIMIT) for n in (rows, of))
+    here, there = (model.best(key_of(n), LIMIT) for n in (rows, of))
     assert here is not None
     assert there is not None
     ours = 100.0 * there[0] / here[0]  # 100 us for the fewer rows
     for xla_us, serves in ((90.0, True), (102.9, True), (103.1, False)):
         held = decided(key_of(of), XLA, ours, xla_us)
-        assert buckets.held_by(key_of(rows), held, LIMIT) == (XLA if serves else None)
+        assert buckets.choice_for(key_of(rows), held, LIMIT) == (XLA if serves else None)
     unknown = dataclasses.replace(decided(key_of(of), XLA), evidence={})
-    assert buckets.held_by(key_of(rows), unknown, LIMIT) is None
+    assert buckets.choice_for(key_of(rows), unknown, LIMIT) is None
     smallest = decided(key_of(of), XLA, 5e-324, 1.0)  # of a damaged entry: what it becomes for fewer rows is zero
-    assert buckets.held_by(key_of(rows), smallest, LIMIT) is None
+    assert buckets.choice_for(key_of(rows), smallest, LIMIT) is None
 
 
 # ---- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def decided_here(key: Key) -> Found | None:
+    """What a cache or a measurement decides for a lowering."""
+    return decide.InCommon(lookup.LOCAL, measurement.measurement)(Query(key, Options(), LIMIT, here=True))
 
 
 @pytest.fixture
@@ -181,38 +187,38 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Entry | None]]:
 
 def test_two_hundred_batch_sizes_are_tuned_eight_times(asked: list[tuple[int, Entry | None]]) -> None:
     for rows in range(1, 201):
-        found = decide.known(key_of(rows), LIMIT, here=True, measure=True)
+        found = decided_here(key_of(rows))
         assert found is not None
-        assert found[0].key == key_of(rows)
-        assert found[0].choice.refusal(problem(rows), DEFAULT_CUDA) is None
+        assert found.entry.key == key_of(rows)
+        assert found.entry.choice.refusal(problem(rows), DEFAULT_CUDA) is None
     assert [rows for rows, _ in asked] == [8, 16, 32, 64, 96, 128, 192, 256]
 
 
 def test_a_problem_whose_representatives_decision_does_not_hold_is_tuned_itself(
     asked: list[tuple[int, Entry | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "held_by", lambda *arguments: None)
-    assert decide.known(key_of(270), LIMIT, here=True, measure=True) == (decided(key_of(270)), "measured now")
+    monkeypatch.setattr(buckets, "choice_for", lambda *arguments: None)
+    assert decided_here(key_of(270)) == Found(decided(key_of(270)), "measured now")
     assert asked[-1][0] == 270
     assert {rows for rows, _ in asked[:-1]} <= {320, 288}
 
 
-def test_a_relatives_times_are_tried_first_and_decide_nothing(
+def test_a_siblings_times_are_tried_first_and_decide_nothing(
     asked: list[tuple[int, Entry | None]], cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     h100 = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA H100 80GB HBM3")
     theirs = decided(key_of(32, h100))
     put(cache, theirs.key, theirs.dumps())
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    assert decide.known(key_of(32), LIMIT, here=True, measure=True) is None
+    assert decided_here(key_of(32)) is None
     monkeypatch.delenv("JAX_SPLITK_AUTOTUNE")
-    found = decide.known(key_of(32), LIMIT, here=True, measure=True)
+    found = decided_here(key_of(32))
     assert found is not None
-    assert (found[0].key, found[1]) == (key_of(32), "measured now")
+    assert (found.entry.key, found.where) == (key_of(32), "measured now")
     assert asked == [(32, theirs)]
     # Of other GPUs nothing is known.
     pcie = dataclasses.replace(h100, device_kind="NVIDIA H100 PCIe", cores=114)
-    decide.known(key_of(32, pcie), LIMIT, here=True, measure=True)
+    decided_here(key_of(32, pcie))
     assert asked[1:] == [(32, None)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from jax_splitk.tuning import profile, search, session
+from jax_splitk.tuning import device, profile, search
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
 from tests.tuning_cache import TINY, key_of, start
@@ -132,7 +132,7 @@ class FakeDevice:
         return Contestant(Candidate(name), run, module=name, warm_us=us)
 
     def recorded(self, work: Callable[[], None]) -> list[profile.Event]:
-        assert session.session().device.locked()
+        assert device.state.lock.locked()
         self.profiles += 1
         self.ran.clear()
         work()
@@ -142,7 +142,7 @@ class FakeDevice:
         return events
 
     def module_times(self, taken: list[profile.Event]) -> list[profile.Event]:
-        assert not session.session().device.locked(), "others may have it while a profile is read"
+        assert not device.state.lock.locked(), "others may have it while a profile is read"
         return taken
 
     def bench(self) -> Bench:
@@ -219,12 +219,12 @@ def test_what_is_waited_for_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
         return bench.waited - before
 
     by_itself = waited()
-    device = session.session().device
-    device.acquire()
-    threading.Timer(0.4, device.release).start()
+    lock = device.state.lock
+    lock.acquire()
+    threading.Timer(0.4, lock.release).start()
     assert waited() - by_itself > 0.3
-    device.acquire()
-    threading.Timer(0.4, device.release).start()
+    lock.acquire()
+    threading.Timer(0.4, lock.release).start()
     before = bench.waited
     bench.time_on_device(contestants)
     assert bench.waited - before > 0.3

@@ -21,7 +21,7 @@ import jax_splitk
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import agreement, decide, search, select, session, store, table, tuner
+from jax_splitk.tuning import agreement, measurement, once, search, select, store, table, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for, problem_from_dict
@@ -81,7 +81,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
         (folder / key.file).unlink()
     assert found() == found(implementation="host") == (FIVE, "shipped table: 5.0 us, XLA 9.0 us")
     shipped.unlink()
-    monkeypatch.setattr(session, "_session", session.Session())  # a process reads a table once
+    monkeypatch.setattr(once, "state", once.Once())  # a process reads a table once
     config, why = found()
     assert config not in (ONE, TWO, THREE, FOUR, FIVE, SIX)
     assert why.startswith("the cost model's best of ")
@@ -156,7 +156,7 @@ def test_a_miss_says_how_to_tune(caplog: pytest.LogCaptureFixture) -> None:
 
 WRONG = {
     "CACHE_MODE": ("readonly", ["'off'", "'read'", "'update'", "'frozen'"], disk.mode),
-    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: decide.autotune(CPU)),
+    "AUTOTUNE": ("always", ["'off'", "'on_miss'"], lambda: measurement.autotune(CPU)),
     "TUNE_BUDGET_S": ("-3", ["seconds above 0"], tuner.budget_seconds),
     "AGREEMENT_TIMEOUT_S": ("soon", ["seconds above 0"], agreement.timeout_seconds),
 }
@@ -237,11 +237,11 @@ def test_a_wrong_variable_is_an_error_of_the_users_program(name: str, monkeypatc
 
 
 def test_on_miss_is_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (decide.autotune(CPU), decide.autotune(DEFAULT_CUDA)) == (False, True)
+    assert (measurement.autotune(CPU), measurement.autotune(DEFAULT_CUDA)) == (False, True)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
-    assert decide.autotune(DEFAULT_CUDA) is False
+    assert measurement.autotune(DEFAULT_CUDA) is False
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
-    assert decide.autotune(CPU) is True
+    assert measurement.autotune(CPU) is True
     assert tuner.budget_seconds() == 10
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "2.5")
     assert tuner.budget_seconds() == 2.5
@@ -371,12 +371,13 @@ def test_what_comes_after_a_hit_is_not_looked_at(
     lhs, g, _ = operands(generator(20))
     key = key_for(CASE.problem(), CPU)
     near = tmp_path / "near"
+    looked_at: list[pathlib.Path] = []
+    monkeypatch.setattr(store, "_look_for_old_entries", looked_at.append)
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", f"{near}{os.pathsep}{tmp_path / 'far'}")
     put(cache, key, entry_of(key, TWO).dumps())
     assert lowered_config(wgrad, lhs, g) == TWO
     (cache / key.file).unlink()
     put(near, key, entry_of(key, THREE).dumps())
     assert lowered_config(wgrad, lhs, g) == THREE
-    looked_at = [session.session().is_first("layer", folder) for folder in (cache, near, tmp_path / "far")]
-    assert looked_at == [False, True, True]
+    assert looked_at == [cache]
     assert "CACHE_PATH" not in caplog.text

@@ -19,11 +19,10 @@ import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.wgrad import host
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import bar, flips, progress, search, store
+from jax_splitk.tuning import bar, flips, progress, search, searches, store
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.session import session
 from tests.documents import markdown
 from tests.tuning_cache import CPU
 
@@ -82,14 +81,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> dict[Key, dict[Candidate, float]]:
+def played(monkeypatch: pytest.MonkeyPatch) -> dict[Key, dict[Candidate, float]]:
     """What a search finds for a key, in place of searching."""
     times: dict[Key, dict[Candidate, float]] = {}
 
     def run(this: search.Search) -> Entry:
         found = times.get(this.key, {XLA: 30.0, A: 10.0, B: 20.0})
-        session().progress.best(this.key, found[A], found[XLA])
-        session().progress.tick(this.key)
+        searches.state.progress.best(this.key, found[A], found[XLA])
+        searches.state.progress.tick(this.key)
         best = min(found, key=lambda c: found[c])
         return Entry.of(this.key, best, [Measurement(c, us) for c, us in found.items()], A, {"seconds": 1.0})
 
@@ -108,12 +107,12 @@ def test_the_guide_shows_what_is_printed(terminal: Terminal, clock: Clock) -> No
     """docs/guides/tuning.md: the bar while a step's problems are tuned, and the line at the end."""
     problem = Case("body", 256, 56, 56, 64, 64, (3, 3)).problem()
     keys = [key_for(dataclasses.replace(problem, batch=n), DEFAULT_CUDA) for n in (8, 64, 256)]
-    with session().progress.run(20, 3) as run:
+    with searches.state.progress.run(20, 3) as run:
         for key, us, xla_us, seconds in zip(keys, (7.4, 20.1, 81.0), (15.7, 33.5, 130.2), (4.0, 5.5, 6.0), strict=True):
-            with session().progress.measuring(key, 10.0) as measured:
+            with searches.state.progress.measuring(key, 10.0) as measured:
                 clock.now += seconds
-                session().progress.best(key, us, xla_us)
-                session().progress.tick(key)
+                searches.state.progress.best(key, us, xla_us)
+                searches.state.progress.tick(key)
                 drawn = terminal.seen()[-1]
                 measured.append(entry_of(key, us, xla_us))
         run.measured *= 7
@@ -130,7 +129,7 @@ def test_the_guide_shows_what_is_printed(terminal: Terminal, clock: Clock) -> No
 
 
 def test_problems_that_come_up_in_a_lowering_are_one_run(
-    terminal: Terminal, searches: Any, monkeypatch: pytest.MonkeyPatch
+    terminal: Terminal, played: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     x, w = jnp.ones((4, 8, 8, 8)), jnp.ones((3, 3, 8, 8))
@@ -158,7 +157,7 @@ def step(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def test_off_and_without_a_terminal_the_log_has_it(
-    terminal: Terminal, searches: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    terminal: Terminal, played: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def logged() -> list[str]:
         caplog.clear()
@@ -183,11 +182,11 @@ def test_off_and_without_a_terminal_the_log_has_it(
             assert terminal.seen() == []
 
 
-def test_a_log_line_and_the_bar_do_not_share_a_line(terminal: Terminal, searches: Any) -> None:
+def test_a_log_line_and_the_bar_do_not_share_a_line(terminal: Terminal, played: Any) -> None:
     handler, logger = logging.StreamHandler(terminal), logging.getLogger("jax_splitk")
     logger.addHandler(handler)
     try:
-        with session().progress.run(1), session().progress.measuring(KEYS[0], 1.0):
+        with searches.state.progress.run(1), searches.state.progress.measuring(KEYS[0], 1.0):
             logger.warning("from below")
     finally:
         logger.removeHandler(handler)
@@ -195,7 +194,7 @@ def test_a_log_line_and_the_bar_do_not_share_a_line(terminal: Terminal, searches
     assert not [f for f in logger.filters if isinstance(f, logging.Filter)]
 
 
-def test_a_notebook_has_the_bar(searches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_has_the_bar(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """ipykernel's stream is no terminal."""
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     on(monkeypatch, stream)
@@ -205,9 +204,7 @@ def test_a_notebook_has_the_bar(searches: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, ValueError])
-def test_a_stream_that_fails_ends_nothing(
-    error: type[Exception], searches: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_fails_ends_nothing(error: type[Exception], played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> int:
         raise error("scripted")
 
@@ -217,7 +214,7 @@ def test_a_stream_that_fails_ends_nothing(
     assert len(jax_splitk.tune_problems([key.problem for key in KEYS])) == 3
 
 
-def test_ctrl_c_closes_the_bar_and_says_so(terminal: Terminal, searches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_closes_the_bar_and_says_so(terminal: Terminal, played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held, asked = threading.Event(), []
     run = search.Search.run
 
@@ -249,14 +246,14 @@ def test_ctrl_c_closes_the_bar_and_says_so(terminal: Terminal, searches: Any, mo
 # ---- the sum of a step -----------------------------------------------------------------------------------------------
 
 
-def test_tune_and_explain_sum_a_step(terminal: Terminal, searches: Any) -> None:
+def test_tune_and_explain_sum_a_step(terminal: Terminal, played: Any) -> None:
     """By how often it computes each problem: one of the two occurs twice."""
     x, w = jnp.ones((4, 8, 8, 8)), jnp.ones((3, 3, 8, 8))
     counts = {d.problem: d.count for d in jax_splitk.explain(jax.grad(step), w, x).decisions}
     (once, twice) = sorted(counts, key=lambda problem: counts[problem])
     assert (counts[once], counts[twice]) == (1, 2)
-    searches[key_for(twice, CPU)] = {XLA: 21.0, A: 10.5}
-    searches[key_for(once, CPU)] = {XLA: 5.0, A: 9.0}
+    played[key_for(twice, CPU)] = {XLA: 21.0, A: 10.5}
+    played[key_for(once, CPU)] = {XLA: 5.0, A: 9.0}
     said = "26.0 us{}, XLA 47.0 us, {}gain 21.0 us (1.81 times as fast)"
     for known in (0, 2):
         jax_splitk.tune(jax.grad(step), w, x)
@@ -280,12 +277,12 @@ def test_tune_and_explain_sum_a_step(terminal: Terminal, searches: Any) -> None:
     ({XLA: 8.0, B: 10.0, A: 8.1}, True, True, f"the choice was {A}, now slower by 1.2%, within the tie band of 2%"),
 ])  # fmt: skip
 def test_choices_that_flip_are_counted(
-    times: dict[Candidate, float], changed: bool, tie: bool | None, said: str, terminal: Terminal, searches: Any
+    times: dict[Candidate, float], changed: bool, tie: bool | None, said: str, terminal: Terminal, played: Any
 ) -> None:
     (key,) = KEYS[:1]
     jax_splitk.tune_problems([key.problem])
     assert "measured again" not in terminal.seen()[-1]
-    searches[key] = times
+    played[key] = times
     jax_splitk.tune_problems([key.problem], again=True)
     outside = int(tie is False)
     counted = f"; 1 measured again, {int(changed)} choices changed, {outside} outside the tie band of 2%"

@@ -19,7 +19,7 @@ from jax_splitk.ops import lowering
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import HOST_CONV_TARGET
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import select
+from jax_splitk.tuning import decide
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
@@ -101,7 +101,7 @@ def test_frozen_caches_without_them_leave_them_to_xla_with_a_warning(
     wgrads = [d.problem for d in jax_splitk.explain(step, lhs, rhs).decisions if d.problem.op == "conv_wgrad"]
     jax_splitk.tune_problems(wgrads, seconds=0.05)
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
-    for module in (select, lowering):
+    for module in (decide, lowering):
         monkeypatch.setattr(module, "would_serve", lambda problem, target: True)  # as on an H200
     with caplog.at_level(logging.WARNING, "jax_splitk"):
         text = jax.jit(step).lower(lhs, rhs).as_text()

@@ -14,7 +14,7 @@ from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import entry, measure, search, select, session, store, tuner
+from jax_splitk.tuning import device, entry, measure, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -348,7 +348,7 @@ def test_what_does_not_come_back_ends_the_search_with_what_it_has(
     assert f"the search ends and {best} is chosen" in record.getMessage()
     with pytest.raises(RuntimeError, match="an earlier measurement has not come back"):
         tuner.tune(key)
-    (left,) = session.session().left
+    (left,) = searches.state.abandoned
     script.stuck.pop(bad).set()
     left.thread.join(10)
     assert tuner.tune(key).choice == bad
@@ -360,7 +360,7 @@ def test_where_xla_does_not_come_back_nothing_is_decided(scripted: Any) -> None:
     script.stuck[XLA] = threading.Event()
     with pytest.raises(RuntimeError, match="XLA cannot compute it: it did not come back within"):
         tuner.tune(key)
-    (left,) = session.session().left
+    (left,) = searches.state.abandoned
     script.stuck.pop(XLA).set()
     left.thread.join(10)
 
@@ -390,16 +390,16 @@ def test_what_another_search_did_to_the_device_is_not_stored(scripted: Any) -> N
     bad = search.ranked(key)[1]
     script = scripted(lambda c: 900.0 if c == XLA else 100.0)
     script.late, script.fatal = {bad: 1}, "CUDA_ERROR_ILLEGAL_ADDRESS: scripted"
-    session.session().suspect = TINY.problem()
+    device.state.poisoned_by = TINY.problem()
     with pytest.raises(RuntimeError, match="XLA cannot compute it: RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"):
         tuner.tune(key)
-    assert session.session().suspect == TINY.problem()
+    assert device.state.poisoned_by == TINY.problem()
     # A failure that the device survives is forgotten with the search that it belongs to.
     script = scripted(lambda c: 100.0)
     script.late = {bad: 1}
-    session.session().suspect = None
+    device.state.poisoned_by = None
     assert tuner.tune(key).choice != XLA
-    assert session.session().suspect is None
+    assert device.state.poisoned_by is None
 
 
 def test_candidates_are_screened_by_device_time(scripted: Any) -> None:

@@ -90,8 +90,6 @@ UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a field of another type": (_row(config={"splits": 3.0, "block": 64}), r"config has splits=3\.0 of type float"),
     "an illegal config": (_row(config={"splits": 10**6, "block": 64}), "is not legal: splits 1000000"),
     "another platform's family": (_row(family="quantized_host"), "family 'quantized_host'"),
-    "no time": (_row(us=None), "us None; accepted: "),
-    "a time of XLA's that is none": (_row(xla_us=float("nan")), "us nan; accepted: "),
     "another version of the family": (
         lambda data: data["abi"].update(wgrad_host=999),
         rf"other versions than wgrad_host:{wgrad_host.FAMILY.ABI}$",

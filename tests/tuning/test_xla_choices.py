@@ -10,11 +10,10 @@ import pytest
 
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning import xla_choices
+from jax_splitk.tuning import device, searches, xla_choices
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.measure import Bench
-from jax_splitk.tuning.session import session
-from jax_splitk.tuning.tuner import Coming
+from jax_splitk.tuning.tuner import Queued
 from tests.tuning_cache import TINY, TUNES_THE_CPU, key_of
 
 pytestmark = TUNES_THE_CPU
@@ -53,7 +52,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     compile_together = xla_choices._compile
 
     def counting(problems: Sequence[Problem], options: Any) -> None:
-        assert session().device.locked(), "XLA times kernels"
+        assert device.state.lock.locked(), "XLA times kernels"
         compile_together(problems, options)
         found.append(len(problems))
 
@@ -62,12 +61,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def come(*keys: Any) -> None:
-    session().coming = {(key, 2**28): Coming() for key in keys}
+    searches.state.queue = {(key, 2**28): Queued() for key in keys}
 
 
 def test_the_next_problems_are_chosen_for_once(programs: Programs) -> None:
     """In the order in which they will be searched, few at first, then as many as do not hold the device for long."""
-    session().searches[KEYS[1], 2**28] = None
+    searches.state.running[KEYS[1], 2**28] = None
     come(*KEYS[2:])
     for problem in PROBLEMS:
         xla_choices.choose(problem, {})
@@ -113,7 +112,7 @@ def test_what_fails_together_is_compiled_one_by_one(compiled: list[int], monkeyp
     operation = OPERATIONS["conv_wgrad"]
 
     def reference(problem: Problem, *operands: jax.Array) -> jax.Array:
-        if problem == PROBLEMS[1] and problem.out_dtype == "float32" and len(session().chosen) == 3:
+        if problem == PROBLEMS[1] and problem.out_dtype == "float32" and len(device.state.xla_chose) == 3:
             raise ZeroDivisionError("scripted")
         return operation.reference(problem, *operands)
 
@@ -121,7 +120,7 @@ def test_what_fails_together_is_compiled_one_by_one(compiled: list[int], monkeyp
     come(*KEYS[:3])
     outcomes = [bench(problem).prepare([XLA]) for problem in PROBLEMS[:3]]
     assert compiled == []
-    assert session().chosen == dict.fromkeys(PROBLEMS[:3], False)
+    assert device.state.xla_chose == dict.fromkeys(PROBLEMS[:3], False)
     assert [len(contestants) for contestants, _ in outcomes] == [1, 0, 1]
     (failure,) = outcomes[1][1]
     assert "ZeroDivisionError: scripted" in str(failure.error)

@@ -8,9 +8,10 @@ from jax_splitk.kernels.quantized import stream
 from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning import model, relatives
+from jax_splitk.tuning import lookup, model
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.lookup import Query
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.select import select
 from tests.problems import conv
@@ -30,7 +31,7 @@ def other_config(target: Target = DEFAULT_CUDA) -> Candidate:
     return next(c for c in candidates if c != predicted.candidate and c.workspace_bytes(PROBLEM))
 
 
-def test_a_relatives_table_decides_before_the_cost_model() -> None:
+def test_a_siblings_table_decides_before_the_cost_model() -> None:
     choice = other_config()
     ship(key_for(PROBLEM, DEFAULT_CUDA), choice, us=7.0)
     found = select(PROBLEM, H100, Options())
@@ -43,7 +44,7 @@ def test_a_relatives_table_decides_before_the_cost_model() -> None:
     assert select(PROBLEM, DEFAULT_CUDA, Options()).candidate == choice
 
 
-def test_where_xla_was_faster_on_a_relative_it_is_taken() -> None:
+def test_where_xla_was_faster_on_a_sibling_it_is_taken() -> None:
     ship(key_for(PROBLEM, DEFAULT_CUDA), XLA)
     found = select(PROBLEM, H100, Options())
     assert (found.candidate, found.why) == (XLA, "NVIDIA H200's shipped table")
@@ -51,11 +52,11 @@ def test_where_xla_was_faster_on_a_relative_it_is_taken() -> None:
     assert select(PROBLEM, H100, Options(implementation="cutlass")).implementation == "cutlass"
 
 
-def test_a_relatives_choice_that_does_not_fit_is_passed_over() -> None:
+def test_a_siblings_choice_that_does_not_fit_is_passed_over() -> None:
     choice = other_config()
     ship(key_for(PROBLEM, DEFAULT_CUDA), choice)
     limit = choice.workspace_bytes(PROBLEM) - 1
-    assert relatives.shipped(key_for(PROBLEM, H100), limit) is None
+    assert lookup.SIBLING_TABLES(Query(key_for(PROBLEM, H100), Options(), limit)) is None
     assert select(PROBLEM, H100, Options(workspace_limit_bytes=limit)).workspace_bytes <= limit
 
 
@@ -68,7 +69,7 @@ def test_a_relatives_choice_that_does_not_fit_is_passed_over() -> None:
     ],
     ids=lambda target: f"{target.device_kind}, {target.cores}",
 )
-def test_other_gpus_are_no_relatives(target: Target) -> None:
+def test_other_gpus_are_no_siblings(target: Target) -> None:
     ship(key_for(PROBLEM, DEFAULT_CUDA), other_config())
     assert select(PROBLEM, target, Options()).why.startswith("the cost model's best of")
 
@@ -79,12 +80,13 @@ def test_without_caches_no_table_decides(monkeypatch: pytest.MonkeyPatch) -> Non
     assert select(PROBLEM, H100, Options()).why.startswith("the cost model's best of")
 
 
-def test_a_relatives_decision_serves_fewer_rows() -> None:
+def test_a_siblings_decision_serves_fewer_rows() -> None:
     def of_rows(rows: int) -> QuantizedMatmulProblem:
         return QuantizedMatmulProblem(rows, 4096, 4096, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
 
-    best = model.best_of_family(stream.FAMILY, of_rows(16), DEFAULT_CUDA, DEFAULT_WORKSPACE_LIMIT)[1]
-    ship(key_for(of_rows(16), DEFAULT_CUDA), Candidate(stream.FAMILY, best))
+    key = key_for(of_rows(16), DEFAULT_CUDA)
+    _, best, _ = model.best(key, DEFAULT_WORKSPACE_LIMIT, [stream.FAMILY])
+    ship(key, best)
     found = select(of_rows(14), H100, Options())
-    assert found.candidate == Candidate(stream.FAMILY, best)
+    assert found.candidate == best
     assert found.because == "NVIDIA H200's shipped table, decision of 16 rows"

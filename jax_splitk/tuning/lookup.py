@@ -1,0 +1,72 @@
+"""Decisions that were made before: who has them, and for which problems they hold."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+
+from jax_splitk.kernels import Family
+from jax_splitk.tuning import buckets, searches, siblings, store
+from jax_splitk.tuning.entry import Found
+from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.options import Options
+
+
+@dataclasses.dataclass
+class Query:
+    """What the sources of decisions are asked for.
+
+    Attributes:
+      key: the problem, and the machine that it is lowered for.
+      options: the caller's.
+      limit: bytes of workspace that the choice may have.
+      families: the families that can serve, of those that the caller allows.
+      here: whether the choice is for this process's devices: then a miss may be measured, and all processes of a job
+        must choose the same.
+      final: whether the choice will be lowered, and not only looked at.
+      again: whether the command line wants a measurement although there is a decision.
+      exact: whether no representative may decide for the problem.
+      held: an earlier source's decision, which a measurement may replace.
+    """
+
+    key: Key
+    options: Options
+    limit: int
+    families: tuple[Family, ...] = ()
+    here: bool = False
+    final: bool = False
+    again: bool = False
+    exact: bool = False
+    held: Found | None = None
+
+    def is_settled(self) -> bool:
+        """Whether no measurement is to replace `held`."""
+        return self.held is not None and not self.again and self.held.entry.is_searched(self.limit)
+
+
+class Decisions:
+    """Entries in some places. All places are asked for the problem, in their order; then all of them for each of its
+    representatives, whose decision must hold for the problem, too."""
+
+    def __init__(self, *places: Callable[[Key], Iterable[Found]]) -> None:
+        self._places = places
+
+    def __call__(self, query: Query) -> Found | None:
+        if (own := self.own(query.key, query.limit)) is not None or query.exact:
+            return own
+        for other in buckets.representatives(query.key):
+            found = self.own(other, query.limit)
+            if found is not None and (derived := buckets.derived(query.key, found, query.limit)) is not None:
+                return derived
+        return None
+
+    def own(self, key: Key, workspace_limit: int) -> Found | None:
+        """The first entry for exactly this key that has an answer within the workspace limit."""
+        for found in itertools.chain.from_iterable(place(key) for place in self._places):
+            if found.entry.best(workspace_limit) is not None:
+                return found
+        return None
+
+
+LOCAL = Decisions(searches.unsaved, store.cached, store.shipped)
+SHIPPED_TABLE = Decisions(store.shipped)
+SIBLING_TABLES = Decisions(siblings.tables)

@@ -1,0 +1,31 @@
+"""Which kernel families can compute a problem, and what they say of it before anything was measured."""
+
+import functools
+
+from jax_splitk import kernels
+from jax_splitk.kernels import Family
+from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.target import Target
+from jax_splitk.tuning.choice import Candidate
+
+
+def serving(problem: Problem, target: Target) -> tuple[Family, ...]:
+    """The families that can compute the problem on the target."""
+    return _serving(kernels.families(problem.op), problem, target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _serving(families: tuple[Family, ...], problem: Problem, target: Target) -> tuple[Family, ...]:
+    return tuple(family for family in families if Candidate(family).refusal(problem, target) is None)
+
+
+def would_serve(problem: Problem, target: Target) -> bool:
+    """Whether a kernel for Hopper can compute the problem, and is likely to be faster than XLA's."""
+    return target.is_hopper and any(f.unmeasured_refusal(problem) is None for f in serving(problem, target))
+
+
+def why_not_tuned(problem: Problem, target: Target) -> str | None:
+    """Why a miss is not measured although a kernel can compute the problem: XLA is known to be as fast. None where it
+    is measured."""
+    reasons = [family.measurement_refusal(problem) for family in serving(problem, target)]
+    return reasons[0] if reasons and None not in reasons else None
