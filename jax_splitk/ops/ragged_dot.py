@@ -17,7 +17,7 @@ from jax_splitk.problems import ragged_layout
 from jax_splitk.problems.dot_general import E4M3
 from jax_splitk.problems.ragged_reference import lax_ragged_dot_general
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import dtype_of, require, wider
+from jax_splitk.runtime.arguments import RefusedImplementation, dtype_of, require, wider
 from jax_splitk.tuning.options import Implementation, Options, settled
 
 _logger = logging.getLogger("jax_splitk")
@@ -164,14 +164,14 @@ def _routed(
     reason = _left_to_lax(x, y, precision, preferred, out_sharding, compute_dtype)
     if reason is not None:
         if options.explicit and options.implementation != "xla":
-            raise NotImplementedError(f"ragged_dot: {reason}. Use implementation=None or 'xla'.")
+            raise RefusedImplementation(f"ragged_dot: {reason}. Use implementation=None or 'xla'.")
         _logger.info("ragged_dot: XLA (%s)", reason)
         more = {} if out_sharding is None else {"out_sharding": out_sharding}
         return lax_ragged_dot_general(x, y, sizes, numbers, precision, preferred, group_offset=offset, **more)
     common = wider(x.dtype, y.dtype)
-    _require_laxs(x, y, sizes, numbers, common, offset is not None)
+    laxs = _laxs_dtype(x, y, sizes, numbers, offset is not None)
     compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
-    out_dtype = jnp.dtype(preferred or (compute if common == E4M3 else common))
+    out_dtype = jnp.dtype(preferred or (compute if common == E4M3 else laxs))
     if ragged_layout.is_batch(numbers):
         x, y = x.astype(common), y.astype(common)
         of_dot = {"compute_dtype": compute_dtype, "implementation": options.implementation}
@@ -226,19 +226,19 @@ def _left_to_lax(
     return None if simple else f"precision={precision!r}; accepted: DEFAULT, HIGH, HIGHEST"
 
 
-def _require_laxs(x: jax.Array, y: jax.Array, sizes: jax.Array, numbers: Any, dtype: Any, offset: bool) -> None:
-    """Raises TypeError, as lax does, where operands and dimension numbers do not belong together. With a group_offset
-    rhs may have fewer groups than group_sizes."""
+def _laxs_dtype(x: jax.Array, y: jax.Array, sizes: jax.Array, numbers: Any, offset: bool) -> Any:
+    """Of lax's result. Raises TypeError, as lax does, where operands and dimension numbers do not belong together. With
+    a group_offset rhs may have fewer groups than group_sizes."""
     shape = list(sizes.shape)
     if offset and shape and len(numbers.rhs_group_dimensions) == 1:
-        groups = dict(enumerate(y.shape)).get(numbers.rhs_group_dimensions[0])
-        fits = groups is None or not _compat.is_known(groups, shape[-1]) or groups <= shape[-1]
+        groups = dict(enumerate(y.shape)).get(numbers.rhs_group_dimensions[0], shape[-1])
+        fits = not _compat.is_known(groups, shape[-1]) or groups <= shape[-1]
         require(
             fits, f"rhs of {groups} groups with group_offset", f"at most {shape[-1]}, as group_sizes has", TypeError
         )
-        shape[-1] = shape[-1] if groups is None else groups
-    of = [jax.ShapeDtypeStruct(s, d) for s, d in ((x.shape, dtype), (y.shape, dtype), (tuple(shape), sizes.dtype))]
-    jax.eval_shape(lambda *operands: lax_ragged_dot_general(*operands, numbers), *of)
+        shape[-1] = groups
+    types = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in ((x.shape, x), (y.shape, y), (tuple(shape), sizes))]
+    return jax.eval_shape(lambda *operands: lax_ragged_dot_general(*operands, numbers), *types).dtype
 
 
 def _precision(precision: Any, dtype: np.dtype) -> str:

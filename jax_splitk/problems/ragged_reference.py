@@ -12,6 +12,7 @@ from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import Stretches
 
 # As they are now: `jax_splitk.intercept`, and users, put ours in their place.
+lax_ragged_dot = lax.ragged_dot
 lax_ragged_dot_general = lax.ragged_dot_general
 
 # Of lhs, rhs and group_sizes, their batch dimensions.
