@@ -198,7 +198,7 @@ def _routed(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **
     except TypeError:
         return theirs(*args, **kwargs)  # which raises lax's error
     try:
-        return ours(**arguments, compute_dtype=_compute_dtype(arguments))
+        return ours(**_with_compute_dtype(arguments))
     except Refusal as error:
         # Where the arguments are wrong, this raises what lax does.
         out = theirs(*args, **kwargs)
@@ -206,14 +206,13 @@ def _routed(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **
         return out
 
 
-def _compute_dtype(arguments: dict[str, Any]) -> np.dtype | None:
-    """The block's, for floating operands, whose result keeps the dtype that it would have."""
-    compute_dtype, operands = _context.value.compute_dtype, [arguments["lhs"]]
-    if "group_sizes" in arguments:
-        operands.append(arguments["rhs"])
-    dtypes = [jnp.result_type(operand) for operand in operands]
+def _with_compute_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With the block's for floating operands, whose result keeps the dtype that it would have."""
+    operands = ("lhs", "rhs") if "group_sizes" in arguments else ("lhs",)
+    dtypes = [jnp.result_type(arguments[name]) for name in operands]
+    compute_dtype = _context.value.compute_dtype
     if compute_dtype is None or not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        return None
-    if arguments.get("preferred_element_type") is None:
-        arguments["preferred_element_type"] = functools.reduce(wider, dtypes)
-    return compute_dtype
+        return arguments
+    preferred = arguments.get("preferred_element_type")
+    result = functools.reduce(wider, dtypes) if preferred is None else preferred
+    return {**arguments, "preferred_element_type": result, "compute_dtype": compute_dtype}
