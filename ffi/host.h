@@ -17,3 +17,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostConv);
 // jax_splitk/quantized/packing.py; results out [rows, features], workspace; attributes values (float32 array:
 // each code's), group_size, splits, row_block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantizedMatmul);
+
+// Grouped products, target jax_splitk_host_ragged_dot_v1. Arguments lhs [m, k], rhs, group_sizes (int32) and
+// maybe group_offset (one int32), as RaggedDotProblem in jax_splitk/problems/ragged_dot.py has them; results
+// out, workspace; attributes forward, transposed (bool), splits, row_block (int64).
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostRaggedDot);

@@ -45,11 +45,21 @@ struct Kept {
   int64_t row, column, columns;
 };
 
+// What a task computes: so many rows of a from `row` on and columns of b from `column` on, both of a group,
+// summed over k from `begin` to `end`. `to` is where its columns of row 0 belong; those of row i, as Keep has
+// it, lie i * stride floats further on.
+struct Piece {
+  int64_t group, row, rows, column, columns, begin, end;
+  float* to;
+  int64_t stride;
+};
+
 // What is multiplied and how the work is cut. An operation derives from it and has, both const,
 //   void LoadTile(group, column, columns, k, depth, float* tile):
 //     fills tile[depth][kTileColumns] with b from (k, column of the group) on;
 //   Rows LoadRows(group, row, rows, k, depth, float* chunk):
 //     says where a lies from (row, k) on, maybe in chunk[depth][kChunk], which it has filled.
+// It may have a Keep and a PieceOf of its own.
 struct Product {
   int64_t rows, k, columns, groups;  // of each group: rows of a, columns of b
   int64_t span;  // 1, or as many parts of a group's rows and columns, which meet only their own kind
@@ -57,12 +67,13 @@ struct Product {
   int64_t grain;      // splits begin at multiples of it
   int64_t depth;      // of k that is loaded at a time
   int64_t row_block;  // rows of a task
+  int64_t more_blocks;  // blocks of rows beyond those of `rows`, where each of several parts ends in its own
   float* out;         // [rows / span][groups * columns]
   float* workspace;   // partial results of all splits where there are several, then the slots
 
   int64_t size() const { return rows / span * groups * columns; }
   int64_t column_tiles() const { return CeilDiv(columns, kTileColumns); }
-  int64_t row_blocks() const { return CeilDiv(rows, row_block); }
+  int64_t row_blocks() const { return CeilDiv(rows, row_block) + more_blocks; }
   int64_t tasks() const { return splits * row_blocks() * groups * column_tiles(); }
   int64_t slots() const { return std::min(tasks(), kMaxSlots); }
   bool in_runs() const { return k > kRun * splits; }
@@ -74,6 +85,17 @@ struct Product {
   }
 
   Kept Keep(int64_t row, int64_t columns) const { return {row, 0, columns}; }
+
+  JAX_SPLITK_INLINE Piece PieceOf(int64_t task) const {
+    const int64_t tiles = groups * column_tiles(), tile = task % tiles, rest = task / tiles;
+    const int64_t group = tile / column_tiles(), column = tile % column_tiles() * kTileColumns;
+    const int64_t row = rest % row_blocks() * row_block, split = rest / row_blocks();
+    const int64_t grains = CeilDiv(k, grain), begin = split * grains / splits * grain;
+    const int64_t end = std::min(k, (split + 1) * grains / splits * grain), stride = groups * columns;
+    float* to = Partial(split) + group * columns + column;
+    return {group, row, std::min(row_block, rows - row), column, std::min(kTileColumns, columns - column),
+            begin, end, to, stride};
+  }
 
   float* Partial(int64_t split) const { return splits == 1 ? out : workspace + split * partial_size(); }
   float* Slot(int64_t slot) const { return workspace + splits * partial_size() + slot * slot_size(); }
@@ -141,12 +163,8 @@ struct Total {
 
 template <int lanes, typename Operation>
 JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
-  const int64_t tiles = p.groups * p.column_tiles(), tile_index = task % tiles, rest = task / tiles;
-  const int64_t group = tile_index / p.column_tiles(), column = tile_index % p.column_tiles() * kTileColumns;
-  const int64_t columns = std::min(kTileColumns, p.columns - column);
-  const int64_t row0 = rest % p.row_blocks() * p.row_block, rows = std::min(p.row_block, p.rows - row0);
-  const int64_t split = rest / p.row_blocks(), grains = CeilDiv(p.k, p.grain);
-  const int64_t end = std::min(p.k, (split + 1) * grains / p.splits * p.grain);
+  const Piece piece = p.PieceOf(task);
+  const int64_t rows = piece.rows, columns = piece.columns, end = piece.end;
   float *tile = slot, *chunk = tile + p.depth * kTileColumns, *sums = chunk + p.depth * kChunk;
   const int64_t size = rows * kTileColumns, padded = CeilDiv(rows, kRowsAtOnce) * kRowsAtOnce * kTileColumns;
   const Total total = {sums + padded, sums + 2 * padded};
@@ -154,7 +172,7 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
   std::fill_n(sums, size, 0.0f);
   const int64_t longest = p.in_runs() ? kRun : p.k;
   int64_t left = longest;  // of the run
-  for (int64_t k = split * grains / p.splits * p.grain, depth; k < end; k += depth) {
+  for (int64_t k = piece.begin, depth; k < end; k += depth) {
     if (left == 0) {
       total.Add(sums, size);
       std::fill_n(sums, size, 0.0f);
@@ -162,10 +180,10 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
     }
     depth = std::min({p.depth, end - k, left});
     left -= depth;
-    p.LoadTile(group, column, columns, k, depth, tile);
+    p.LoadTile(piece.group, piece.column, columns, k, depth, tile);
     for (int64_t first = 0; first < rows; first += kChunk) {
       const int64_t count = std::min(kChunk, rows - first);
-      const Rows a = p.LoadRows(group, row0 + first, count, k, depth, chunk);
+      const Rows a = p.LoadRows(piece.group, piece.row + first, count, k, depth, chunk);
       for (int64_t row = 0; row < count; row += kRowsAtOnce) {
         const float* each[kRowsAtOnce];  // beyond the last row that one again, for sums that nobody reads
         for (int64_t i = 0; i < kRowsAtOnce; ++i)
@@ -179,11 +197,10 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
     total.Add(sums, size);
     total.Store(sums, size);
   }
-  float* to = p.Partial(split) + group * p.columns + column;
   for (int64_t row = 0; row < rows; ++row) {
-    const Kept kept = p.Keep(row0 + row, columns);
+    const Kept kept = p.Keep(piece.row + row, columns);
     std::copy_n(sums + row * kTileColumns + kept.column, kept.columns,
-                to + kept.row * p.groups * p.columns + kept.column);
+                piece.to + kept.row * piece.stride + kept.column);
   }
 }
 

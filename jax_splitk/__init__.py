@@ -25,6 +25,7 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.exporting import EXPORT_CHECKS
     from jax_splitk.ops.intercept import intercept
     from jax_splitk.ops.quantized_matmul import quantized_matmul
+    from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
     from jax_splitk.runtime import registration as _registration
@@ -54,6 +55,8 @@ __all__ = [
     "prepack",
     "quantize",
     "quantized_matmul",
+    "ragged_dot",
+    "ragged_dot_general",
     "tune",
     "tune_problems",
     "unpack",

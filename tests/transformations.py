@@ -110,8 +110,46 @@ def _quantized() -> Iterator[tuple[str, Operation]]:
     yield "quantized_matmul-transposed", Operation(paired, lambda x: theirs(x, ones), ((3, k),))
 
 
+def _grouped_products() -> Iterator[tuple[str, Operation]]:
+    """Six rows of four groups, of which one is empty, one has two rows and the last row is in none."""
+    sizes, member = jnp.array([1, 2, 0, 2]), jax.nn.one_hot(jnp.array([0, 1, 1, 3, 3, -1]), 4)
+    contraction = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    transposed = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    batched = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+    forward = lambda x, w: jnp.einsum("mg,mk,gkn->mn", member, x, w)  # noqa: E731
+    yield "ragged_dot", Operation(lambda x, w: jax_splitk.ragged_dot(x, w, sizes), forward, ((6, 3), (4, 3, 2)))
+    offset = lambda x, w: jax_splitk.ragged_dot(x, w, sizes, group_offset=jnp.array([1]))  # noqa: E731
+    some = lambda x, w: jnp.einsum("mg,mk,gkn->mn", member[:, 1:3], x, w)  # noqa: E731
+    yield "ragged_dot-offset", Operation(offset, some, ((6, 3), (2, 3, 2)))
+    general = jax_splitk.ragged_dot_general
+    yield (
+        "ragged_dot_general-transposed",
+        Operation(
+            lambda x, w: general(x, w, sizes, transposed),
+            lambda x, w: jnp.einsum("mg,mk,gnk->mn", member, x, w),
+            ((6, 3), (4, 2, 3)),
+        ),
+    )
+    yield (
+        "ragged_dot_general-contraction",
+        Operation(
+            lambda x, y: general(x, y, sizes, contraction),
+            lambda x, y: jnp.einsum("mg,mk,mn->gkn", member, x, y),
+            ((6, 3), (6, 2)),
+        ),
+    )
+    yield (
+        "ragged_dot_general-batch",
+        Operation(
+            lambda x, w: general(x, w, sizes, batched),
+            lambda x, w: jnp.einsum("mg,bmk,bgkn->bmn", member, x, w),
+            ((2, 6, 3), (2, 4, 3, 2)),
+        ),
+    )
+
+
 def operations() -> dict[str, Operation]:
-    return dict(itertools.chain(_convolutions(), _products(), _quantized()))
+    return dict(itertools.chain(_convolutions(), _products(), _quantized(), _grouped_products()))
 
 
 # ---- transformations -------------------------------------------------------------------------------------------------

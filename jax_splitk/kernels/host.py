@@ -33,6 +33,7 @@ class Product:
     Attributes:
       depth: how much of k is loaded at a time.
       row_block: rows of a task.
+      more_blocks: blocks of rows beyond those of `rows`, where each of several parts of the rows ends in its own.
       span: 1, or as many parts of a group's rows and columns, of which the result has only those that meet their own.
       row_cost, column_cost: times as long as a plain element takes to load, of the operands' elements.
     """
@@ -47,10 +48,11 @@ class Product:
     span: int = 1
     row_cost: float = 1.0
     column_cost: float = 1.0
+    more_blocks: int = 0
 
     @property
     def tasks(self) -> int:
-        blocks = ceil_div(self.rows, self.row_block)
+        blocks = ceil_div(self.rows, self.row_block) + self.more_blocks
         return self.splits * blocks * self.groups * ceil_div(self.columns, _TILE_COLUMNS)
 
     @property

@@ -11,6 +11,7 @@ from jax_splitk.ops import trace
 from jax_splitk.ops.decision import Decision, decision, impossible
 from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lax_convolutions import passes
+from jax_splitk.ops.lax_grouped import grouped_products
 from jax_splitk.ops.lax_products import dequantized_products
 from jax_splitk.ops.lowering import choose, competes, only_xla
 from jax_splitk.ops.propagation import Operation
@@ -41,8 +42,8 @@ def explain(
 ) -> Explanation:
     """Says what computes each operation of `fn(*args, **kwargs)`, and why.
 
-    For each pass of a convolution and each product with a quantized weight that is plain lax, it says what jax_splitk
-    would do, and the gain.
+    For each pass of a convolution, each grouped product and each product with a quantized weight that is plain lax, it
+    says what jax_splitk would do, and the gain.
 
     Forward passes and input gradients that are lax's are left out, unless they were asked for by name: those for which
     no kernel competes, and those that are counted in `notes`, because XLA is faster.
@@ -137,7 +138,9 @@ def about_silent(count: int) -> tuple[str, ...]:
 
 def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:
     """The problems of a program's operations that are lax's and may be ours, each as often as it has them."""
-    yield from passes(list(trace.equations(jaxpr)))
+    equations = list(trace.equations(jaxpr))
+    yield from passes(equations)
+    yield from grouped_products(equations)
     yield from dequantized_products(jaxpr)
 
 

@@ -20,6 +20,8 @@ _HOW = {
     "the function traced inside `with jax_splitk.intercept():`.",
     "quantized_matmul": "To route products: jax_splitk.quantized_matmul(x, w) for w = jax_splitk.prepack("
     "jax_splitk.quantize(...)), which is made once. For x @ w.T in a gradient: its argument transposed=.",
+    "ragged_dot": "To route grouped products: jax_splitk.ragged_dot in place of lax.ragged_dot, or the function traced "
+    "inside `with jax_splitk.intercept():`.",
 }
 
 
@@ -33,9 +35,9 @@ class Explanation:
       assumed: whether that is assumed, since this machine has no such device.
       decisions: the function's jax_splitk operations.
       unrouted: what the function leaves to lax and jax_splitk would compute: weight gradients of lax's convolutions,
-        those of their forward passes and input gradients that a kernel would compute, and products with arguments of a
-        quantized dtype that are dequantized before. The decision is the one that routing the operation to jax_splitk
-        would lead to, if no partitioner of XLA's is in the way.
+        those of their forward passes and input gradients that a kernel would compute, grouped products, and products
+        with arguments of a quantized dtype that are dequantized before. The decision is the one that routing the
+        operation to jax_splitk would lead to, if no partitioner of XLA's is in the way.
       notes: what else there is to say, a sentence each.
       verbose: whether `str()` shows configs, splits, workspaces and whole reasons.
     """

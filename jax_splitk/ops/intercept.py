@@ -1,4 +1,4 @@
-"""Routing the convolutions of code that cannot be changed: `intercept`."""
+"""Routing the convolutions and grouped products of code that cannot be changed: `intercept`."""
 
 import contextlib
 import dataclasses
@@ -17,15 +17,24 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk.ops.conv import conv_general_dilated
+from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime.arguments import Refusal, dtype_of, require
+from jax_splitk.problems.ragged_reference import lax_ragged_dot, lax_ragged_dot_general
+from jax_splitk.runtime.arguments import Refusal, dtype_of, require, wider
 from jax_splitk.tuning.options import Implementation, options
 
 _logger = logging.getLogger("jax_splitk")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+# By name: lax's function, and ours.
+_ROUTES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "conv_general_dilated": (lax_conv, conv_general_dilated),
+    "ragged_dot": (lax_ragged_dot, ragged_dot),
+    "ragged_dot_general": (lax_ragged_dot_general, ragged_dot_general),
+}
 
 # lax's functions that call lax.conv_general_dilated by its name in their own module.
 _CALLERS = ("conv", "conv_with_general_padding", "conv_transpose")
@@ -59,9 +68,10 @@ def intercept(
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> Any:
-    """Makes the convolutions of unchanged code jax_splitk's: it replaces `jax.lax.conv_general_dilated` in a block.
+    """Makes convolutions and grouped products of unchanged code jax_splitk's: in a block it replaces those of jax.lax.
 
-    A context manager and a decorator, for models of Equinox, Haiku, Flax's ConvTranspose and the like:
+    A context manager and a decorator, for models of Equinox, Haiku, Flax's ConvTranspose and the like, and for mixtures
+    of experts on `jax.lax.ragged_dot`, as those of MaxText:
 
         @jax_splitk.intercept(compute_dtype=jnp.bfloat16)
         def loss(model, images, labels): ...
@@ -69,15 +79,16 @@ def intercept(
     Without arguments, `@jax_splitk.intercept` is enough.
 
     It acts on what this thread traces inside the block: calls of `jax.lax.conv_general_dilated`, `conv_transpose`,
-    `conv_with_general_padding` and `conv`. Only the forward call must lie inside: the gradient may be taken outside, as
-    in `jax.grad(loss)`. A function of `jax.jit` that was traced outside is traced again inside, and the other way
-    round, because the block is part of jit's cache key; a function that was lowered or compiled ahead of time stays as
-    it is. What lax accepts and jax_splitk does not is left to lax, with a line in the log.
+    `conv_with_general_padding`, `conv`, `ragged_dot` and `ragged_dot_general`. Only the forward call must lie inside:
+    the gradient may be taken outside, as in `jax.grad(loss)`. A function of `jax.jit` that was traced outside is traced
+    again inside, and the other way round, because the block is part of jit's cache key; a function that was lowered or
+    compiled ahead of time stays as it is. What lax accepts and jax_splitk does not is left to lax, with a line in the
+    log.
 
     Blocks nest: an argument that an inner block does not name is the outer block's. `intercept()` inside of
     `jax_splitk.options` takes its defaults.
 
-    While any block is open, in any thread, these four attributes of the module `jax.lax` are replaced; other threads
+    While any block is open, in any thread, these six attributes of the module `jax.lax` are replaced; other threads
     reach lax through them as before, and the last block that is left puts them back. Attributes, and not a rewritten
     jaxpr: a jaxpr shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that
     is replaced in it is one that lax has differentiated or batched already. And not the primitive: lax's own rules,
@@ -87,8 +98,8 @@ def intercept(
 
     Args:
       function: what is decorated, where there are no other arguments.
-      compute_dtype: as in `jax_splitk.conv_general_dilated`, for convolutions of floating operands. The result keeps
-        the dtype that lax gives it.
+      compute_dtype: as in `jax_splitk.conv_general_dilated` and `jax_splitk.ragged_dot`, for floating operands. The
+        result keeps the dtype that lax gives it.
       implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
       workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
 
@@ -157,11 +168,12 @@ _patch = _Patch()
 
 def _replacements() -> dict[str, Callable[..., Any]]:
     """What stands for the functions of `jax.lax`, by name."""
-    found = {"conv_general_dilated": _dispatcher(lax.conv_general_dilated, _routed)}
+    routed = {name: functools.partial(_routed, theirs, ours) for name, (theirs, ours) in _ROUTES.items()}
+    found = {name: _dispatcher(getattr(lax, name), inside) for name, inside in routed.items()}
     for name in _CALLERS:
         function = getattr(lax, name)
         # The same code with another conv_general_dilated; the module's own is what lax's rules call.
-        namespace = {**function.__globals__, "conv_general_dilated": _routed}
+        namespace = {**function.__globals__, "conv_general_dilated": routed["conv_general_dilated"]}
         given = (function.__name__, function.__defaults__, function.__closure__)
         copy = types.FunctionType(function.__code__, namespace, *given)
         copy.__kwdefaults__ = function.__kwdefaults__
@@ -179,24 +191,28 @@ def _dispatcher(function: Callable[..., Any], inside: Callable[..., Any]) -> Cal
     return dispatch
 
 
-def _routed(*args: Any, **kwargs: Any) -> jax.Array:
-    """`lax.conv_general_dilated` inside a block."""
+def _routed(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:
+    """A function of lax inside a block: ours for the same arguments, or theirs where ours refuses them."""
     try:
-        arguments = inspect.signature(lax_conv).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(theirs).bind(*args, **kwargs).arguments
     except TypeError:
-        return lax_conv(*args, **kwargs)  # which raises lax's error
+        return theirs(*args, **kwargs)  # which raises lax's error
     try:
-        return _ours(arguments)
+        return ours(**_with_compute_dtype(arguments))
     except Refusal as error:
         # Where the arguments are wrong, this raises what lax does.
-        out = lax_conv(*args, **kwargs)
-        _logger.info("left to lax.conv_general_dilated: %s", error)
+        out = theirs(*args, **kwargs)
+        _logger.info("left to lax.%s: %s", theirs.__name__, error)
         return out
 
 
-def _ours(arguments: dict[str, Any]) -> jax.Array:
-    floating = jnp.issubdtype(jnp.result_type(arguments["lhs"]), jnp.floating)
-    compute_dtype = _context.value.compute_dtype if floating else None
-    if compute_dtype is not None and arguments.get("preferred_element_type") is None:
-        arguments["preferred_element_type"] = jnp.result_type(arguments["lhs"])
-    return conv_general_dilated(**arguments, compute_dtype=compute_dtype)
+def _with_compute_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With the block's for floating operands, whose result keeps the dtype that it would have."""
+    operands = ("lhs", "rhs") if "group_sizes" in arguments else ("lhs",)
+    dtypes = [jnp.result_type(arguments[name]) for name in operands]
+    compute_dtype = _context.value.compute_dtype
+    if compute_dtype is None or not any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return arguments
+    preferred = arguments.get("preferred_element_type")
+    result = functools.reduce(wider, dtypes) if preferred is None else preferred
+    return {**arguments, "preferred_element_type": result, "compute_dtype": compute_dtype}

@@ -10,6 +10,7 @@ automatic axes it becomes a `custom_partitioning`, and the local problem is lowe
 """
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -50,6 +51,8 @@ class Rule:
       divided: of an equation's parameters and the number of parts by name, the parameters of one part.
       finish: of the sum over the devices and the operands of one, the result, where a reduction is divided and the sum
         is not all.
+      localized: of the operands of one device, the number of parts by name, and a function that gives the device's
+        place among the parts of a name, the operands of `divided`; None where they are the same.
     """
 
     operands: tuple[tuple[str, ...], ...]
@@ -57,6 +60,7 @@ class Rule:
     units: Mapping[str, int]
     divided: Callable[[_Params, Mapping[str, int]], _Params]
     finish: Callable[..., jax.Array] | None = None
+    localized: Callable[[Sequence[jax.Array], Mapping[str, int], Callable[[str], Any]], Sequence[Any]] | None = None
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -122,11 +126,17 @@ def _local(
     primitive: core.Primitive, rule: Rule, params: _Params, found: Division, sizes: Mapping[str, int]
 ) -> Callable[..., jax.Array]:
     """The function of each device's operands."""
-    local_params = rule.divided(params, found.parts(sizes))
+    parts = found.parts(sizes)
+    local_params = rule.divided(params, parts)
     over = tuple(axis for name in rule.reductions for axis in found.axes.get(name, ()))
 
+    def index(name: str) -> Any:
+        """The device's place among the parts of a dimension."""
+        return functools.reduce(lambda major, axis: major * sizes[axis] + lax.axis_index(axis), found.axes[name], 0)
+
     def local(*operands: jax.Array) -> jax.Array:
-        out = primitive.bind(*operands, **local_params)
+        given = operands if rule.localized is None else rule.localized(operands, parts, index)
+        out = primitive.bind(*given, **local_params)
         if not over:
             return out
         out = lax.psum(out, over)

@@ -1,6 +1,6 @@
 """The primitives of all operations, each with its rules."""
 
-from jax_splitk.ops import conv_dgrad, conv_fprop, conv_wgrad, dot_primitive, quantized_primitive
+from jax_splitk.ops import conv_dgrad, conv_fprop, conv_wgrad, dot_primitive, quantized_primitive, ragged_primitive
 
 PRIMITIVES = (
     conv_fprop.conv_fprop_p,
@@ -8,4 +8,5 @@ PRIMITIVES = (
     conv_wgrad.conv_wgrad_p,
     dot_primitive.dot_general_p,
     quantized_primitive.quantized_matmul_p,
+    ragged_primitive.ragged_dot_p,
 )

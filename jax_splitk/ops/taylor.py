@@ -19,14 +19,19 @@ def define(primitive: core.Primitive, rule: Rule) -> None:
 
 
 def bilinear(primitive: core.Primitive) -> Rule:
-    """The rule of a primitive that is linear in each of its two operands: coefficient k of the result is the sum over j
+    """The rule of a primitive that is linear in each of its two operands."""
+    return bilinear_in(primitive.bind)
+
+
+def bilinear_in(product: Callable[..., jax.Array]) -> Rule:
+    """The rule of a function that is linear in each of its two operands: coefficient k of the result is the sum over j
     of the product of coefficient j of one operand and coefficient k - j of the other."""
 
     def rule(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[jax.Array, list[jax.Array]]:
         one, other = ([primal, *terms] for primal, terms in zip(primals, series, strict=True))
         out = []
         for k in range(len(one)):
-            terms = [primitive.bind(one[j], other[k - j], **params) for j in range(k + 1)]
+            terms = [product(one[j], other[k - j], **params) for j in range(k + 1)]
             out.append(sum(terms[1:], start=terms[0]))
         return out[0], out[1:]
 

@@ -1,5 +1,7 @@
 """Grouped matrix products in plain lax: what the fallback runs and what kernels are checked against."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax import lax
@@ -10,11 +12,11 @@ from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import Stretches
 
 # As they are now: `jax_splitk.intercept`, and users, put ours in their place.
+lax_ragged_dot = lax.ragged_dot
 lax_ragged_dot_general = lax.ragged_dot_general
 
-_ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-_ROWS_TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-_CONTRACTION = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+# Of lhs, rhs and group_sizes, their batch dimensions.
+Batch = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 # How the rows of random operands are shared among the groups.
 DISTRIBUTIONS = ("uniform", "skewed", "one_hot")
@@ -29,42 +31,89 @@ def ragged_dot(
 ) -> jax.Array:
     """The result of a problem, by `lax.ragged_dot_general`, which multiplies every row with the matrix of every group
     on CPUs and GPUs."""
-    starts, sizes = bounds(group_sizes, problem.m)
+    return batched(problem, ((), (), ()), lhs, rhs, group_sizes, group_offset)
+
+
+def batched(
+    problem: RaggedDotProblem,
+    batch: Batch,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+) -> jax.Array:
+    """The results of a problem for operands with batch dimensions in front, as one `lax.ragged_dot_general`.
+
+    Args:
+      problem: of one element of the batch.
+      batch: of lhs, rhs and group_sizes, which batch dimensions they have, in ascending order. The result has all.
+    """
+    given = zip((lhs, rhs, group_sizes), batch, strict=True)
+    length = {dim: x.shape[place] for x, dims in given for place, dim in enumerate(dims)}
+    shape, rank = tuple(length[dim] for dim in range(len(length))), len(length)
+    forward = problem.mode == "forward"
+    starts, sizes = (_with_batch(x, batch[2], shape) for x in bounds(group_sizes, lhs.shape[-2]))
+    lhs, rhs = _with_batch(lhs, batch[0], shape), rhs if forward else _with_batch(rhs, batch[1], shape)
     if group_offset is not None:
         starts, sizes = (_of_groups(x, group_offset, problem.groups) for x in (starts, sizes))
         # lax has no offset: the groups' rows go to the front, and those of the result back.
-        lhs = jnp.roll(lhs, -starts[0], 0)
-        rhs = jnp.roll(rhs, -starts[0], 0) if problem.mode == "rhs_gradient" else rhs
-    forward = _ROWS if problem.rhs_order == "gkn" else _ROWS_TRANSPOSED
+        lhs = _moved(lhs, -starts[..., :1])
+        rhs = rhs if forward else _moved(rhs, -starts[..., :1])
+    shared = batch[1] if forward else tuple(range(rank))  # dimensions that both operands have
+    others = tuple(dim for dim in range(rank) if dim not in shared)
+    k_of_rhs = rank if not forward else len(shared) + problem.rhs_order.index("k")
+    k_of_lhs = rank + forward
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((k_of_lhs,), (k_of_rhs,)), (shared, tuple(range(len(shared))))),
+        lhs_ragged_dimensions=[rank],
+        rhs_group_dimensions=[len(shared)] if forward else [],
+    )
     out = lax_ragged_dot_general(
         lhs,
         rhs,
-        sizes,
-        forward if problem.mode == "forward" else _CONTRACTION,
+        sizes.transpose(*shared, *others, rank),
+        numbers,
         precision=lax.Precision[problem.precision.upper()],
         preferred_element_type=wide_dtype(problem.dtype, problem.out_dtype),  # lax does not narrow
     ).astype(problem.out_dtype)
-    return out if group_offset is None or problem.mode == "rhs_gradient" else jnp.roll(out, starts[0], 0)
+    if not forward:
+        return jnp.moveaxis(out, 0, rank)
+    places = (int(i) for i in np.argsort((*shared, *others)))
+    out = out.transpose(*places, rank, rank + 1)
+    return out if group_offset is None else _moved(out, starts[..., :1])
+
+
+def _with_batch(x: jax.Array, dims: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
+    """An operand that has these batch dimensions with all of a batch of this shape."""
+    whole = jnp.expand_dims(x, tuple(dim for dim in range(len(shape)) if dim not in dims))
+    return jnp.broadcast_to(whole, (*shape, *whole.shape[len(shape) :]))
+
+
+def _moved(x: jax.Array, by: jax.Array) -> jax.Array:
+    """[..., m, k] with its rows moved by so many places, [..., 1]; what leaves at an end comes in at the other."""
+    m = x.shape[-2]
+    rows = jnp.remainder(jnp.arange(m, dtype=jnp.int32) - by, jnp.asarray(m).astype(jnp.int32))
+    return jnp.take_along_axis(x, rows[..., None], -2)
 
 
 def bounds(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """(start, size) of each group, int32: no size is negative, no group ends behind row m, and no sum overflows.
 
     Args:
-      group_sizes: [groups] of any integer dtype.
+      group_sizes: [..., groups] of any integer dtype.
     """
     # The sums end at m, which is below 2^31, so that two of them do not overflow a uint32.
     rows, most = jnp.asarray(m).astype(jnp.uint32), min(jnp.iinfo(group_sizes.dtype).max, 2**31 - 1)
     clamped = jnp.clip(group_sizes, 0, most).astype(jnp.uint32)
-    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.minimum(clamped, rows))
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), jnp.minimum(clamped, rows), axis=-1)
+    starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], -1)
     return starts.astype(jnp.int32), (ends - starts).astype(jnp.int32)
 
 
 def _of_groups(values: jax.Array, group_offset: jax.Array, count: int) -> jax.Array:
-    """`count` of the values from group_offset [1] on; 0 where there is none."""
+    """`count` of the values [..., groups] from group_offset [1] on; 0 where there is none."""
     index = group_offset.astype(jnp.int32) + jnp.arange(count, dtype=jnp.int32)
-    return jnp.where(index < 0, 0, values.at[index].get(mode="fill", fill_value=0))
+    return jnp.where(index < 0, 0, values.at[..., index].get(mode="fill", fill_value=0))
 
 
 def random_operands(problem: RaggedDotProblem, seed: int) -> tuple[np.ndarray, ...]:

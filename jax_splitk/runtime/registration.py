@@ -8,7 +8,13 @@ import jax
 
 from jax_splitk import _ffi
 from jax_splitk.runtime import settings, streams
-from jax_splitk.runtime.plan import HOST_CONV_TARGET, HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET, LAUNCH_TARGET
+from jax_splitk.runtime.plan import (
+    HOST_CONV_TARGET,
+    HOST_QUANTIZED_TARGET,
+    HOST_RAGGED_TARGET,
+    HOST_WGRAD_TARGET,
+    LAUNCH_TARGET,
+)
 
 
 @functools.cache
@@ -19,6 +25,7 @@ def register() -> None:
     jax.ffi.register_ffi_target(HOST_CONV_TARGET, _ffi.host_conv_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")
+    jax.ffi.register_ffi_target(HOST_RAGGED_TARGET, _ffi.host_ragged_handler(), platform="cpu")
     logger = logging.getLogger("jax_splitk")
     streams.guard_log(logger)
     for mistake in settings.mistakes():

@@ -19,7 +19,14 @@ from jax_splitk.ops import conv
 from jax_splitk.problems.conv_reference import lax_conv
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-NAMES = ("conv_general_dilated", "conv_transpose", "conv_with_general_padding", "conv")
+NAMES = (
+    "conv_general_dilated",
+    "conv_transpose",
+    "conv_with_general_padding",
+    "conv",
+    "ragged_dot",
+    "ragged_dot_general",
+)
 STOCK = {name: getattr(lax, name) for name in NAMES}
 KEYS = jax.random.split(jax.random.key(0), 2)
 X, W = jax.random.normal(KEYS[0], (4, 6, 6, 8)), jax.random.normal(KEYS[1], (3, 3, 8, 8))

@@ -1,0 +1,171 @@
+"""The parameter of the `ragged_dot` primitive: a grouped product with a batch, and how JAX's rules see it.
+
+Operands are lhs, rhs, group_sizes (int32) and, where there is one, group_offset (int32 [1]), as `RaggedDotProblem` has
+them, each with some of the dimensions of the batch in front. The result has all of them. A batch stays until lowering,
+where the choice is made for one of its elements: a kernel runs once for each, one after the other.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+
+from jax_splitk.ops.partitioning import Rule
+from jax_splitk.problems.ragged_dot import Mode, RaggedDotProblem
+from jax_splitk.problems.ragged_layout import Batch
+from jax_splitk.problems.ragged_reference import batched, bounds
+from jax_splitk.runtime import _compat, execute
+from jax_splitk.runtime.plan import CustomCall
+from jax_splitk.tuning.options import Options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedDotCall:
+    """One pass of a grouped product. Its methods take `avals`, the operands or their types.
+
+    Attributes:
+      mode, groups, rhs_order: as in `RaggedDotProblem`.
+      has_offset: whether group_offset is an operand.
+      compute_dtype: to which lhs and rhs are rounded.
+      out_dtype: of the result.
+      precision: as in `RaggedDotProblem`.
+      batch: of lhs, rhs and group_sizes, the dimensions of the batch that they have, in ascending order.
+      options: the caller's.
+    """
+
+    mode: Mode
+    groups: int
+    rhs_order: str
+    has_offset: bool
+    compute_dtype: str
+    out_dtype: str
+    precision: str
+    batch: Batch
+    options: Options
+
+    @property
+    def is_forward(self) -> bool:
+        return self.mode == "forward"
+
+    @property
+    def rank(self) -> int:
+        """Dimensions of the batch."""
+        return len({dim for dims in self.batch for dim in dims})
+
+    def batch_shape(self, avals: Sequence[Any]) -> tuple[Any, ...]:
+        given = zip(avals, self.batch, strict=False)
+        sizes = {dim: x.shape[place] for x, dims in given for place, dim in enumerate(dims)}
+        return tuple(sizes[dim] for dim in range(len(sizes)))
+
+    def problem(self, avals: Sequence[Any]) -> RaggedDotProblem:
+        """That of one element of the batch."""
+        lhs, rhs, sizes = (tuple(map(_compat.static_or_symbolic, x.shape)) for x in avals[:3])
+        return RaggedDotProblem(
+            mode=self.mode,
+            groups=rhs[-3] if self.is_forward else self.groups,
+            m=lhs[-2],
+            k=lhs[-1],
+            n=rhs[-2 if self.rhs_order == "gnk" else -1],
+            dtype=self.compute_dtype,
+            out_dtype=self.out_dtype,
+            precision=self.precision,
+            rhs_order=self.rhs_order,
+            total_groups=sizes[-1] if self.has_offset else 0,
+        )
+
+    def type_of(self, *avals: Any) -> Any:
+        shape = (*self.batch_shape(avals), *self.problem(avals).out_shape)
+        varying = next((x for x in avals if _compat.aval_vma(x)), avals[0])
+        return _compat.like(varying, shape, self.out_dtype)
+
+    # ---- among devices -----------------------------------------------------------------------------------------------
+
+    def rule(self, avals: Sequence[Any]) -> Rule:
+        """Every dimension may be divided. A device that has some experts gets their offset, and one that has some rows
+        the part of each group that lies there; a contracting dimension that is divided leaves a sum, and so do the
+        groups of a forward product."""
+        problem = self.problem(avals)
+        names = [tuple(f"b{dim}" for dim in dims) for dims in self.batch]
+        matrices = tuple(problem.rhs_order) if self.is_forward else ("m", "n")
+        operands = ((*names[0], "m", "k"), (*names[1], *matrices), (*names[2], "sizes"))
+        result = (*(f"b{dim}" for dim in range(self.rank)), *(("m", "n") if self.is_forward else ("g", "k", "n")))
+        units = {f"b{dim}": size for dim, size in enumerate(self.batch_shape(avals))}
+        units |= {"g": problem.groups, "m": problem.m, "k": problem.k, "n": problem.n}
+        offset = (("offset",),) if self.has_offset else ()
+        return Rule((*operands, *offset), result, units, self._divided, localized=self._localized)
+
+    def _divided(self, parts: Mapping[str, int]) -> "RaggedDotCall":
+        several = parts.get("g", 1) > 1
+        return dataclasses.replace(self, groups=self.groups // parts.get("g", 1), has_offset=self.has_offset or several)
+
+    def _localized(
+        self, operands: Sequence[jax.Array], parts: Mapping[str, int], index: Callable[[str], Any]
+    ) -> Sequence[jax.Array]:
+        """The operands of one device: sizes of its rows, the offset of its groups."""
+        lhs, rhs, sizes, *offset = operands
+        rows = lhs.shape[-2]
+        if parts.get("m", 1) > 1:
+            begin = index("m") * rows
+            starts, counts = bounds(sizes, rows * parts["m"])
+            inside = lambda row: jnp.clip(row - begin, 0, rows)  # noqa: E731
+            sizes = inside(starts + counts) - inside(starts)
+        if parts.get("g", 1) > 1:
+            first = index("g") * (self.groups // parts["g"])
+            offset = [first[None] if not offset else offset[0] + first]
+        return lhs, rhs, sizes, *offset
+
+    # ---- lowering ----------------------------------------------------------------------------------------------------
+
+    def in_lax(self, problem: RaggedDotProblem, out: Any) -> Callable[..., jax.Array]:
+        """The function of the operands in plain lax."""
+        del out
+
+        def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
+            return batched(problem, self.batch, lhs.astype(problem.dtype), rhs.astype(problem.dtype), *rest)
+
+        return product
+
+    def with_kernel(self, problem: RaggedDotProblem, out: Any, custom_call: CustomCall) -> Callable[..., jax.Array]:
+        """The function of the operands around the custom call of one element of the batch."""
+        dims = (*self.batch, ())[: 3 + self.has_offset]
+
+        def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
+            if math.prod(out.shape[: self.rank]) == 0:
+                return jnp.zeros(out.shape, out.dtype)
+            operands = (lhs.astype(problem.dtype), rhs.astype(problem.dtype), *rest)
+            return _each(lambda *one: execute.call(custom_call, problem, *one), operands, dims, self.rank)
+
+        return product
+
+    def as_lax(self, avals: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """As a policy of `jax.checkpoint` sees it: the dense product of lhs and a matrix of rhs. lax's own grouped
+        product is none of those that policies know."""
+        lhs, rhs = avals[:2]
+        shared = [(self.batch[0].index(dim), self.batch[1].index(dim)) for dim in self.batch[0] if dim in self.batch[1]]
+        rank = len(self.batch[1])
+        if self.is_forward:  # without the groups
+            rhs = _compat.like(rhs, (*rhs.shape[:rank], *rhs.shape[rank + 1 :]), rhs.dtype)
+        k = rank + (self.rhs_order == "gnk")
+        contracting = ((len(self.batch[0]) + self.is_forward,), (k,))
+        numbers = (contracting, tuple(tuple(pair[i] for pair in shared) for i in range(2)))
+        of_lax = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
+        return (lhs, rhs), of_lax | {"preferred_element_type": jnp.dtype(self.out_dtype)}
+
+
+def _each(
+    function: Callable[..., jax.Array], operands: Sequence[jax.Array], dims: Batch, rank: int, dim: int = 0
+) -> jax.Array:
+    """The results of a function for each element of the batch, in a loop; operands without a dimension stay."""
+    if dim == rank:
+        return function(*operands)
+    mapped = [i for i, those in enumerate(dims) if dim in those]
+
+    def one(some: list[jax.Array]) -> jax.Array:
+        given = dict(zip(mapped, some, strict=True))
+        return _each(function, [given.get(i, x) for i, x in enumerate(operands)], dims, rank, dim + 1)
+
+    return lax.map(one, [operands[i] for i in mapped])

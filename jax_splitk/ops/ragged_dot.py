@@ -1,0 +1,271 @@
+"""Grouped matrix products, as mixtures of experts have them."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_splitk.ops import ragged_primitive
+from jax_splitk.ops.dot_general import dot_general
+from jax_splitk.ops.ragged_call import RaggedDotCall
+from jax_splitk.problems import ragged_layout
+from jax_splitk.problems.dot_general import E4M3
+from jax_splitk.problems.ragged_reference import lax_ragged_dot_general
+from jax_splitk.runtime import _compat
+from jax_splitk.runtime.arguments import RefusedImplementation, dtype_of, require, wider
+from jax_splitk.tuning.options import Implementation, Options, settled
+
+_logger = logging.getLogger("jax_splitk")
+
+_COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = (*_COMPUTE_DTYPES, "float64")
+
+# Those of `lax.ragged_dot`: [m, k], [g, k, n].
+_NUMBERS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+
+
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    config: Any = None,
+    workspace_limit_bytes: int | None = None,
+) -> jax.Array:
+    """A matrix product for each group of neighbouring rows, with the arguments of `jax.lax.ragged_dot`.
+
+    The layers of a mixture of experts are such products: rows of lhs are tokens, sorted by expert, rhs has the weights
+    of all experts, and group_sizes says how many tokens each has. lax multiplies every token with every expert and
+    throws away most of it; here a token meets its own expert only.
+
+    Group i is the rows behind those of the groups before it, as many as group_sizes[i] says. A negative size counts as
+    0. Rows at and beyond the sum of the sizes belong to no group: their results are zeros, and nothing in them, be it
+    NaN, reaches any result or gradient. Rows beyond the end of lhs are not there, however large the sizes are. An empty
+    group is not computed; its gradient is zeros.
+
+    It is bilinear in lhs and rhs: forward and reverse mode of any order, vmap of any of the operands, scan, remat and
+    shard_map work, and cotangents are grouped products as well. Under jit over sharded arrays tokens, experts and
+    columns may be divided among devices. Results are the same, bit for bit, each time.
+
+    Args:
+      lhs: [m, k], of a real floating dtype; two operands of other dtypes are left to lax.
+      rhs: [g, k, n], likewise. Where the dtypes differ both are converted to the one that holds them, as in lax.
+      group_sizes: [g], of an integer dtype; summed in int32.
+      precision: as in lax, for float32 operands: DEFAULT and HIGH multiply in tf32, HIGHEST in float32. What else lax
+        takes (a pair, an algorithm) is left to lax.
+      preferred_element_type: dtype of the result; None for that of the operands.
+      group_offset: [1], of an integer dtype. rhs then has the matrices of some groups only, those from this one on, and
+        group_sizes has the sizes of all: results of rows of other groups are zeros. lax refuses it.
+      out_sharding: as in lax, which computes the product then.
+      compute_dtype: bfloat16, float16 or float32: operands are rounded to it, and sums are float32. None for the
+        operands' dtype. A cotangent has the dtype of its operand, and is not rounded to `compute_dtype`.
+      implementation: "cutlass" (Hopper), "host" (CPU), "xla" (`lax.ragged_dot`), or None for the fastest that serves.
+      config: a family's Config; None for the tuned or predicted one.
+      workspace_limit_bytes: the most scratch memory that a kernel may ask of XLA; None for 256 MiB.
+
+    Returns:
+      [m, n].
+
+    Raises:
+      TypeError: shapes or dtypes that do not belong together, as from lax.
+      ValueError: a group_offset of another shape, an unknown implementation, a config that is not legal.
+      NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
+        device can tell is raised at lowering.
+      FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
+
+    Example:
+      >>> tokens, experts = jnp.ones((6, 4)), jnp.arange(3.0)[:, None, None] * jnp.ones((3, 4, 2))
+      >>> jax_splitk.ragged_dot(tokens, experts, jnp.array([1, 3, 1]))[:, 0]
+      Array([0., 4., 4., 4., 8., 0.], dtype=float32)
+    """
+    given = (precision, preferred_element_type, group_offset, out_sharding, compute_dtype)
+    options = settled("ragged_dot", Options(config, implementation, workspace_limit_bytes))
+    return _routed(lhs, rhs, group_sizes, _NUMBERS, *given, options)
+
+
+def ragged_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    config: Any = None,
+    workspace_limit_bytes: int | None = None,
+) -> jax.Array:
+    """A grouped product with the arguments of `jax.lax.ragged_dot_general`: `ragged_dot` for any dimensions.
+
+    lax's three modes follow from the kind of lhs's ragged dimension. One that is not contracted makes a product as that
+    of `ragged_dot`: [b, m, k] and [g, b, k, n] give [b, m, n]. One that is contracted makes what the gradient of its
+    weights is: [b, m, k] and [b, m, n] give [g, b, k, n], a sum over the rows of each group. One that is a batch
+    dimension makes a `dot_general`, which looks at no group. Batch dimensions and several dimensions of a kind are
+    allowed, and rhs may have the contracted ones last: it is not transposed.
+
+    Args:
+      lhs: as in `ragged_dot`.
+      rhs: as in `ragged_dot`.
+      group_sizes: [g], or with the batch and the outer dimensions of lhs in front, as in lax.
+      ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
+      precision: as in `ragged_dot`.
+      preferred_element_type: as in `ragged_dot`.
+      group_offset: as in `ragged_dot`. With a contracted ragged dimension the result has as many groups as group_sizes,
+        of which those that are not there are zeros.
+      out_sharding: as in `ragged_dot`.
+      compute_dtype: as in `ragged_dot`.
+      implementation: as in `ragged_dot`.
+      config: as in `ragged_dot`.
+      workspace_limit_bytes: as in `ragged_dot`.
+
+    Raises:
+      TypeError: dimension numbers that do not belong to the operands, as from lax; and see `ragged_dot`.
+
+    Example:
+      >>> tokens, cotangents = jnp.ones((6, 4)), jnp.ones((6, 2))
+      >>> numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+      >>> jax_splitk.ragged_dot_general(tokens, cotangents, jnp.array([1, 3, 1]), numbers)[:, 0, 0]
+      Array([1., 3., 1.], dtype=float32)
+    """
+    given = (precision, preferred_element_type, group_offset, out_sharding, compute_dtype)
+    options = settled("ragged_dot", Options(config, implementation, workspace_limit_bytes))
+    return _routed(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, *given, options)
+
+
+def _routed(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    numbers: Any,
+    precision: Any,
+    preferred: Any,
+    group_offset: ArrayLike | None,
+    out_sharding: Any,
+    compute_dtype: Any,
+    options: Options,
+) -> jax.Array:
+    """By the primitive that computes it, or by lax."""
+    x, y, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    offset = None if group_offset is None else _offset(group_offset)
+    reason = _left_to_lax(x, y, precision, preferred, out_sharding, compute_dtype)
+    if reason is not None:
+        if options.explicit and options.implementation != "xla":
+            raise RefusedImplementation(f"ragged_dot: {reason}. Use implementation=None or 'xla'.")
+        _logger.info("ragged_dot: XLA (%s)", reason)
+        more = {} if out_sharding is None else {"out_sharding": out_sharding}
+        return lax_ragged_dot_general(x, y, sizes, numbers, precision, preferred, group_offset=offset, **more)
+    common = wider(x.dtype, y.dtype)
+    laxs = _laxs_dtype(x, y, sizes, numbers, offset is not None)
+    compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
+    out_dtype = jnp.dtype(preferred or (compute if common == E4M3 else laxs))
+    if ragged_layout.is_batch(numbers):
+        x, y = x.astype(common), y.astype(common)
+        of_dot = {"compute_dtype": compute_dtype, "implementation": options.implementation}
+        return dot_general(x, y, numbers.dot_dimension_numbers, precision, out_dtype, **of_dot)
+    found = ragged_layout.layout(x.shape, y.shape, sizes.shape, numbers)
+    call = RaggedDotCall(
+        mode=found.mode,
+        groups=found.groups,
+        rhs_order=found.rhs_order,
+        has_offset=offset is not None,
+        compute_dtype=jnp.dtype(compute).name,
+        out_dtype=(wider(out_dtype, jnp.float32) if found.summed else out_dtype).name,
+        precision=_precision(precision, jnp.dtype(compute)),
+        batch=found.batch,
+        options=options,
+    )
+    operands = [_as_operand(x, found.lhs), _as_operand(y, found.rhs), _sizes(sizes, found)]
+    operands += [] if offset is None else [offset]
+    out = ragged_primitive.bind(call, *_compat.vary_alike(tuple(operands)))
+    if found.summed:
+        out = out.sum(found.summed).astype(out_dtype)
+    out = _reshaped(out, found.split)
+    return _transposed(out, found.transpose)
+
+
+def _offset(group_offset: ArrayLike) -> jax.Array:
+    """int32 [1]."""
+    offset = jnp.asarray(group_offset)
+    integer = jnp.issubdtype(offset.dtype, jnp.integer)
+    require(integer, f"group_offset of dtype {offset.dtype}", "an integer dtype", TypeError)
+    require(offset.shape in ((), (1,)), f"group_offset of shape {offset.shape}", "(1,)")
+    return offset.astype(jnp.int32).reshape(1)
+
+
+def _left_to_lax(
+    x: jax.Array, y: jax.Array, precision: Any, preferred: Any, out_sharding: Any, compute_dtype: Any
+) -> str | None:
+    """Why lax computes the product; None where the primitive does."""
+    if out_sharding is not None:
+        return f"out_sharding={out_sharding}"
+    floating = [array.dtype for array in (x, y) if jnp.issubdtype(array.dtype, jnp.floating)]
+    others = [array.dtype for array in (x, y) if array.dtype not in floating]
+    known = all(dtype.name in (*_DTYPES, E4M3) for dtype in floating) and floating
+    integers = all(jnp.issubdtype(dtype, jnp.integer) for dtype in others)
+    if not known or not integers or (E4M3 in floating and x.dtype != y.dtype):
+        return f"operands of dtypes {x.dtype} and {y.dtype}; kernels take {', '.join((*_DTYPES, E4M3))}"
+    if E4M3 in floating and preferred is None and compute_dtype is None:
+        return f"operands of dtype {E4M3} with preferred_element_type=None; accepted: {', '.join(_DTYPES)}"
+    if preferred is not None and jnp.dtype(preferred).name not in _DTYPES:
+        return f"preferred_element_type={preferred!r}; accepted: {', '.join(_DTYPES)}"
+    simple = precision is None or isinstance(precision, lax.Precision) or precision in ("default", "high", "highest")
+    return None if simple else f"precision={precision!r}; accepted: DEFAULT, HIGH, HIGHEST"
+
+
+def _laxs_dtype(x: jax.Array, y: jax.Array, sizes: jax.Array, numbers: Any, offset: bool) -> Any:
+    """Of lax's result. Raises TypeError, as lax does, where operands and dimension numbers do not belong together. With
+    a group_offset rhs may have fewer groups than group_sizes."""
+    shape = list(sizes.shape)
+    if offset and shape and len(numbers.rhs_group_dimensions) == 1:
+        groups = dict(enumerate(y.shape)).get(numbers.rhs_group_dimensions[0], shape[-1])
+        fits = not _compat.is_known(groups, shape[-1]) or groups <= shape[-1]
+        require(
+            fits, f"rhs of {groups} groups with group_offset", f"at most {shape[-1]}, as group_sizes has", TypeError
+        )
+        shape[-1] = groups
+    types = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in ((x.shape, x), (y.shape, y), (tuple(shape), sizes))]
+    return jax.eval_shape(lambda *operands: lax_ragged_dot_general(*operands, numbers), *types).dtype
+
+
+def _precision(precision: Any, dtype: np.dtype) -> str:
+    named = lax.Precision.DEFAULT if precision is None else lax.Precision(precision)
+    return named.name.lower() if dtype == jnp.float32 else "default"
+
+
+def _sizes(sizes: jax.Array, found: ragged_layout.RaggedLayout) -> jax.Array:
+    """group_sizes in int32, of the product's rows."""
+    if sizes.dtype != jnp.int32:
+        sizes = jnp.clip(sizes, 0, min(jnp.iinfo(sizes.dtype).max, 2**31 - 1)).astype(jnp.int32)
+    each = found.rows_each
+    if _compat.is_known(each) and each == 1:
+        return sizes
+    return jnp.clip(sizes, 0, found.lhs.shape[-2] // each) * each
+
+
+def _as_operand(x: jax.Array, operand: ragged_layout.Operand) -> jax.Array:
+    return _reshaped(_transposed(x, operand.transpose), operand.shape)
+
+
+# Each is an equation in the user's program, where it changes anything.
+
+
+def _transposed(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return x if axes == tuple(range(x.ndim)) else x.transpose(axes)
+
+
+def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
+    return x if x.shape == tuple(shape) else x.reshape(shape)
