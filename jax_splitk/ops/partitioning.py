@@ -275,8 +275,9 @@ def shardy(rule: Rule) -> SdyShardingRule:
     """The rule in Shardy's terms."""
     names = dict.fromkeys(name for dims in (*rule.operands, rule.result) for name in dims)
     whole = tuple(name for name in names if name not in rule.units)
+    summed = tuple(name for name in names if name in rule.reductions)  # Shardy wants them in the order of the arrays
     operands, result = (tuple(ArrayMapping(*dims) for dims in arrays) for arrays in (rule.operands, [rule.result]))
-    return SdyShardingRule(operands, result, reduction_factors=rule.reductions, need_replication_factors=whole)
+    return SdyShardingRule(operands, result, reduction_factors=summed, need_replication_factors=whole)
 
 
 def _axes(spec: PartitionSpec, rank: int) -> Spec:

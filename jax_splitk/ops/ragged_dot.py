@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_splitk.ops import ragged_primitive
@@ -238,7 +239,10 @@ def _laxs_dtype(x: jax.Array, y: jax.Array, sizes: jax.Array, numbers: Any, offs
         )
         shape[-1] = groups
     types = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in ((x.shape, x), (y.shape, y), (tuple(shape), sizes))]
-    return jax.eval_shape(lambda *operands: lax_ragged_dot_general(*operands, numbers), *types).dtype
+    # On a mesh of explicit axes lax does not find out the sharding.
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    more = {"out_sharding": PartitionSpec()} if explicit else {}
+    return jax.eval_shape(lambda *operands: lax_ragged_dot_general(*operands, numbers, **more), *types).dtype
 
 
 def _precision(precision: Any, dtype: np.dtype) -> str:

@@ -18,6 +18,7 @@ from jax_splitk.ops.folding import mapped_size, one_by_one
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.ops.ragged_call import RaggedDotCall
 from jax_splitk.problems.dot_general import E4M3
+from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
 
 ragged_dot_p = lowering.Primitive("jax_splitk_ragged_dot")
@@ -97,7 +98,9 @@ def _cotangent(
         out_dtype=out_dtype.name,
         options=call.options.without_config(),
     )
-    return bind(another, *operands, *rest).sum(summed).astype(of.dtype)
+    out = bind(another, *operands, *rest)
+    out = out.sum(summed) if summed else out
+    return _compat.placed_like(out.astype(of.dtype), of)
 
 
 ad.primitive_jvps[ragged_dot_p] = _jvp

@@ -24,7 +24,7 @@ from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.quantized import PackedWeight
 from jax_splitk.runtime import compiler, toolchain
-from jax_splitk.runtime.plan import HOST_CONV_TARGET, HOST_QUANTIZED_TARGET, HOST_WGRAD_TARGET
+from jax_splitk.runtime.plan import HOST_WGRAD_TARGET, TARGETS
 from jax_splitk.tuning import certainty, watch
 from tests.convolutions import Conv
 from tests.problems import generator
@@ -62,7 +62,7 @@ def compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, d
         text = function.lower(*args).compile().as_text()
     counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
     ours = [str(choice.problem) for choice in watched.choices if choice.implementation == "host"]
-    assert bool(ours) == any(target in text for target in (HOST_CONV_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TARGET))
+    assert bool(ours) == any(target in text for target in TARGETS)
     return function(*args), {kind: count for kind, count in counts.items() if count}, ours
 
 
