@@ -99,6 +99,10 @@ void store_tile(const void* map, const void* from, At... at) {
   const int32_t place[] = {int32_t(at)...};
   emulator::store_box(map, sizeof...(At), from, place);
 }
+template <class... At>
+void store_tile_hinted(const void* map, const void* from, uint64_t, At... at) {
+  store_tile(map, from, at...);
+}
 template <int PENDING = 0>
 inline void wait_stores_read() {
   emulator::wait_stores_read(PENDING);

@@ -16,6 +16,6 @@ struct Rows {
 
   // Rows beyond the group are left as they are.
   __device__ void store(const TensorMap& map, uint32_t from, int column, int row) const {
-    store_tile(&map, shared_pointer(from), column, GROUP_ROWS - size + row, start + size, GROUP_ROWS);
+    store_tile_hinted(&map, shared_pointer(from), EVICT_FIRST, column, GROUP_ROWS - size + row, start + size, GROUP_ROWS);
   }
 };

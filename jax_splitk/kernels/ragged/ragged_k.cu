@@ -109,7 +109,7 @@ struct RaggedK : PersistentKernel {
     for_boxes(warpgroup, part, [&](int in_tile_row, int in_tile_column, uint32_t box) {
       const int row = item.row() * TILE_M + in_tile_row, column = item.column() * TILE_N + in_tile_column;
       if (row < args.rows_of_matrix && column < args.n)
-        store_tile(&out_map, shared_pointer(from + box), column, row, item.matrix);
+        store_tile_hinted(&out_map, shared_pointer(from + box), EVICT_FIRST, column, row, item.matrix);
     });
   }
 };

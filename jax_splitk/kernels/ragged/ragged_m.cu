@@ -76,8 +76,10 @@ struct RaggedM : PersistentKernel {
   __device__ void load(const Item& item, int number, uint64_t* full, uint32_t stage) const {
     constexpr int WEIGHT_BLOCKS = SWAP ? M_BLOCKS : N_BLOCKS;
     load_tile(&rows_map, full, EVICT_NORMAL, shared_pointer(stage + ROWS_AT), number * 64, item.start + item.row, 0);
+    // A group of one row of tiles reads its matrix once.
+    const uint64_t hint = item.size <= TILE_ROWS ? EVICT_FIRST : EVICT_LAST;
     load_operand<B_MN, B_WHOLE, WEIGHT_BLOCKS>(weight_map, full, stage + WEIGHT_AT, item.column, number * 64,
-                                               item.matrix, EVICT_NORMAL);
+                                               item.matrix, hint);
   }
 
   // ---- finish ----

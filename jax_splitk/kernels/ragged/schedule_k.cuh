@@ -16,6 +16,7 @@
 
 constexpr int STORE = OUT == FLOAT ? 4 : 2, FEW = 3;
 constexpr int SLOTS = 2 * WORKERS;  // of pieces
+static_assert(SLOTS < 1024);
 constexpr int LEAST = 8;            // stages of a piece
 constexpr int MOST_SORTED = 1024;   // groups; of more, the order is their own
 constexpr int WORKERS_OF_LANE = (WORKERS + 31) / 32;
@@ -110,14 +111,13 @@ struct Schedule {
     const int rest = tiles % WORKERS;
     if (rest == 0 || !is_cut(stages)) return {0, 1};
     const int most = min(SLOTS / cut_ones / rest, stages / LEAST);
-    int pieces = 1, best = 0;
-#pragma unroll 1
-    for (int i = 1; i <= most; ++i) {
+    int best = 0;  // percent of the machine that are filled, and the fewest pieces that fill as much
+    for (int i = threadIdx.x % 32 + 1; i <= most; i += 32) {
       const int count = rest * i, turns = (count + WORKERS - 1) / WORKERS;
-      const int filled = count * 100 / (turns * WORKERS);  // of the machine, in percent
-      if (filled > best) best = filled, pieces = i;
-      if (filled >= 97) break;
+      best = max(best, min(count * 100 / (turns * WORKERS), 97) * 1024 + 1023 - i);
     }
+    best = max_of_lanes(best);
+    const int pieces = best == 0 ? 1 : 1023 - best % 1024;
     return {pieces > 1 ? rest : 0, pieces};
   }
 
