@@ -1,0 +1,145 @@
+"""A mixture-of-experts block in training: unchanged code of `jax.lax.ragged_dot`, alone and inside `intercept()`.
+
+python -m benchmarks.experts [--json benchmarks/results/experts_h100.json] [--tiny]
+
+The block is 4096 wide, with 64 experts of 1536 hidden units (SwiGLU), of which each token goes through 8. Weights are
+float32, arithmetic is bfloat16. It trains on 16,384 tokens, where lax takes more memory than a GPU has, and on 1,024
+tokens, where it does not, so that losses are compared.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+import jax_splitk
+from benchmarks import report
+from benchmarks.models.layers import squared_error
+
+Weights = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The sizes of a block; `chosen` experts compute each token."""
+
+    tokens: int
+    width: int = 4096
+    hidden: int = 1536
+    experts: int = 64
+    chosen: int = 8
+    rate: float = 1e-2
+
+    def weights(self, key: jax.Array) -> Weights:
+        shapes = {
+            "router": (self.width, self.experts),
+            "gate": (self.experts, self.width, self.hidden),
+            "up": (self.experts, self.width, self.hidden),
+            "down": (self.experts, self.hidden, self.width),
+        }
+        keys = jax.random.split(key, len(shapes))
+        normal = zip(shapes.items(), keys, strict=True)
+        return {name: jax.random.normal(k, shape) * shape[-2] ** -0.5 for (name, shape), k in normal}
+
+    def __call__(self, weights: Weights, x: jax.Array) -> jax.Array:
+        scores, experts = lax.top_k(jax.nn.softmax(x @ weights["router"]), self.chosen)
+        order = jnp.argsort(experts.reshape(-1), stable=True)
+        sizes = jnp.bincount(experts.reshape(-1), length=self.experts)
+        gate, up, down = (weights[name].astype(jnp.bfloat16) for name in ("gate", "up", "down"))
+        rows = x.astype(jnp.bfloat16)[order // self.chosen]
+        hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+        results = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)]
+        return jnp.einsum("tc,tcw->tw", scores, results.reshape(-1, self.chosen, self.width).astype(jnp.float32))
+
+    def step(self, weights: Weights, x: jax.Array, target: jax.Array) -> tuple[Weights, jax.Array]:
+        """One of SGD: (weights, loss)."""
+        loss, gradients = jax.value_and_grad(lambda w: squared_error(x + self(w, x), target))(weights)
+        return jax.tree.map(lambda w, d: w - self.rate * self.width * d, weights, gradients), loss
+
+
+def memory_bytes() -> float:
+    """What the device has; infinity where it does not say."""
+    return float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", np.inf))
+
+
+def trained(block: Block, intercepted: bool, steps: int) -> dict[str, Any]:
+    """Losses, milliseconds of a step and bytes; without losses where the program takes more memory than there is."""
+    x, target = jax.random.normal(jax.random.key(1), (2, block.tokens, block.width))
+    weights = jax.eval_shape(block.weights, jax.random.key(0))
+    start = time.perf_counter()
+    jitted = jax.jit(block.step, donate_argnums=0)
+    if intercepted:
+        with jax_splitk.intercept():
+            lowered = jitted.lower(weights, x, target)
+    else:
+        lowered = jitted.lower(weights, x, target)
+    found: dict[str, Any] = {"tokens": block.tokens, "by": "intercept" if intercepted else "lax"}
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return found | {"error": str(error).splitlines()[0]}
+    found["first_seconds"] = time.perf_counter() - start
+    analysis: Any = program.memory_analysis()
+    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    found |= {"temp_bytes": int(analysis.temp_size_in_bytes), "peak_bytes": int(held + analysis.temp_size_in_bytes)}
+    if found["peak_bytes"] > memory_bytes():
+        return found | {"error": f"out of memory: {memory_bytes() * 1e-9:.0f} GB are there"}
+    state, losses, times = jax.jit(block.weights)(jax.random.key(0)), [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        state, loss = program(state, x, target)
+        losses.append(float(loss))
+        times.append(time.perf_counter() - start)
+    return found | {"losses": losses, "ms": statistics.median(times) * 1e3}
+
+
+def line(found: dict[str, Any]) -> Sequence[str]:
+    """Of the table."""
+    ms, losses = found.get("ms"), found.get("losses")
+    return [
+        str(found["tokens"]),
+        found["by"],
+        found["error"] if ms is None else f"{ms:.1f}",
+        f"{found['peak_bytes'] * 1e-9:.1f}" if "peak_bytes" in found else "",
+        f"{found['temp_bytes'] * 1e-9:.1f}" if "temp_bytes" in found else "",
+        f"{losses[0]:.5f} to {losses[-1]:.5f}" if losses else "",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
+    parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--steps", type=int, default=50, help="of training; 50")
+    parser.add_argument("--tiny", action="store_true", help="a block that a CPU trains in a moment")
+    options = parser.parse_args(argv)
+    blocks = [Block(tokens) for tokens in (1024, 16384)]
+    if options.tiny:
+        blocks = [Block(64, width=32, hidden=48, experts=8, chosen=2)]
+    results = [trained(block, by, options.steps) for block in blocks for by in (True, False)]
+    header = ["tokens", "ragged_dot by", "ms a step", "peak GB", "temporary GB", "loss"]
+    report.say(report.markdown([header, *map(line, results)]))
+    pairs = zip(results[::2], results[1::2], strict=True)
+    for ours, lax_ in pairs:
+        if "losses" in ours and "losses" in lax_:
+            apart = max(abs(a - b) / b for a, b in zip(ours["losses"], lax_["losses"], strict=True))
+            ratio = lax_["ms"] / ours["ms"]
+            report.say(
+                f"{ours['tokens']} tokens: losses {apart:.1e} apart at most, lax takes {ratio:.1f} times as long"
+            )
+    if options.json:
+        figures = {"benchmark": "experts", "environment": report.environment(), "results": results}
+        report.write(pathlib.Path(options.json), figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
