@@ -1,8 +1,7 @@
 """Background work in threads that live only while there is work. Each piece of work runs once for its key. Work that a
 caller waits for comes before work that is done ahead.
 
-What somebody waits for comes before what is done ahead. The threads are daemons, which the interpreter does not wait
-for when it ends.
+The threads are daemons, which the interpreter does not wait for when it ends.
 """
 
 import concurrent.futures
