@@ -170,7 +170,7 @@ class Benchmark:
         }
 
     def table(self, results: Sequence[Any]) -> str:
-        """In Markdown."""
+        """The results as a Markdown table."""
         return report.markdown([[*self.columns], *([cell(r) for cell in self.columns.values()] for r in results)])
 
 

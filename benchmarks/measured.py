@@ -60,7 +60,7 @@ class Measured:
         return None if self.floor_us is None else self.floor_us / self.ours.us
 
     def as_json(self) -> dict[str, Any]:
-        """Fields and figures."""
+        """The fields and figures as plain data."""
         fields = dataclasses.asdict(dataclasses.replace(self, entry=None))
         decision, _ = fields.pop("decision"), fields.pop("entry")
         fields |= {name: decision[name] for name in ("implementation", "family", "why", "workspace_bytes")}

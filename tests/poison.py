@@ -46,5 +46,5 @@ def function(plan: DevicePlan, problem: Problem) -> Callable[..., jax.Array]:
 
 
 def run(plan: DevicePlan, problem: Problem, *operands: jax.Array) -> np.ndarray:
-    """The plan's output."""
+    """The output of the plan."""
     return np.asarray(function(plan, problem)(*operands))

@@ -27,7 +27,7 @@ class _ToPtx(Nvrtc):
 
 
 def of(source: Source) -> str:
-    """The source's PTX."""
+    """The PTX of the source."""
     virtual = (option.replace(ARCH, ARCH.replace("sm", "compute")) for option in source.options())
     includes = [f"--include-path={folder}" for folder in toolchain.include_folders()]
     options = [*(option for option in virtual if "ptxas" not in option), *includes]

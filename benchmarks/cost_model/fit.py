@@ -150,7 +150,7 @@ def fit_xla(found: Sequence[Record]) -> tuple[dict[str, np.ndarray], np.ndarray]
 
 
 def text_of(rates: Any) -> str:
-    """A device's file."""
+    """The text of a device's file."""
     return json.dumps(dataclasses.asdict(rates), indent=1) + "\n"
 
 

@@ -174,7 +174,7 @@ def _patches(rng: Rng) -> _Layer:
 
 
 def _any_layer(rng: Rng) -> _Layer:
-    """Log-uniform sizes."""
+    """A convolution with log-uniform sizes."""
     rank = _one(rng, 1, 2, 2, 2, 3)
     image = tuple(_log_uniform(rng, *{1: (32, 65536), 2: (4, 512), 3: (2, 64)}[rank]) for _ in range(rank))
     kernel = tuple(_one(rng, 1, 2, 3, 3, 4, 5, 7) for _ in range(rank))

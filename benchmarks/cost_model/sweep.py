@@ -89,7 +89,7 @@ def explored(problem: Problem, target: Target, rng: np.random.Generator) -> list
 
 
 def _seconds(candidate: Candidate, problem: Problem, target: Target) -> float:
-    """Predicted."""
+    """The predicted seconds of a candidate."""
     assert candidate.family is not None
     return candidate.family.estimate(problem, candidate.config, target)
 

@@ -18,7 +18,7 @@ from jax_splitk.tuning.entry import Entry
 
 
 def record(entry: Entry) -> Record:
-    """Of one problem."""
+    """The record of one problem."""
     timed = tuple(Timed(m.candidate, m.us, error=m.error) for m in entry.measurements)
     return Record(entry.key.problem, entry.key.target, timed, kind="tuned")
 

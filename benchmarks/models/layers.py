@@ -91,7 +91,7 @@ class Weights:
         self._rng = np.random.default_rng(seed)
 
     def conv(self, kernel: Sequence[int], channels: int, features: int) -> np.ndarray:
-        """Of He's deviation; A random weight. `channels` are the input channels of a group."""
+        """A random weight with He's deviation. `channels` are the input channels of a group."""
         return self._normal((*kernel, channels, features), 2 / (math.prod(kernel) * channels))
 
     def dense(self, channels: int, features: int) -> np.ndarray:

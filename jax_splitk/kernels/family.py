@@ -179,11 +179,11 @@ class CudaFamily(Family[_Problem, _Config]):
         return self.trace_name(problem) + role
 
     def defines(self, problem: _Problem, config: _Config) -> tuple[tuple[str, str | int], ...]:
-        """`macros`, and KERNEL(role)."""
+        """`macros`, and the macro KERNEL(role)."""
         return ("KERNEL(role)", f"{self.kernel_name(problem)}##role"), *self.macros(problem, config).items()
 
     def declared(self, problem: _Problem, config: _Config) -> Sequence[type[Struct] | Values]:
-        """The structs."""
+        """The structs that `#include "structs.cuh"` declares."""
         return self.structs
 
     def source(self, problem: _Problem, config: _Config) -> Source:

@@ -65,7 +65,7 @@ class Explanation:
 
 
 def _text(explained: Explanation) -> str:
-    """The whole text."""
+    """The whole text of an explanation."""
     lines = [_title(explained)]
     if explained.decisions:
         lines += _table(explained.decisions, explained.verbose)

@@ -91,7 +91,7 @@ class RaggedDotProblem:
 
     @property
     def rhs_shape(self) -> tuple[int, ...]:
-        """In memory."""
+        """The shape of rhs in memory."""
         if self.mode == "rhs_gradient":
             return (self.m, self.n)
         return (self.groups, self.k, self.n) if self.rhs_order == "gkn" else (self.groups, self.n, self.k)

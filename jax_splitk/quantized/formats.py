@@ -99,7 +99,7 @@ def to_codes(fmt: Format, q: jax.Array) -> jax.Array:
 
 
 def from_codes(fmt: Format, codes: jax.Array) -> jax.Array:
-    """Inverse of `to_codes`."""
+    """The inverse of `to_codes`."""
     if fmt.code_bias:
         return (codes.astype(jnp.int32) - fmt.code_bias).astype(fmt.storage)
     unsigned = jnp.uint4 if fmt.bits == 4 else jnp.uint8

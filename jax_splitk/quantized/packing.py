@@ -303,7 +303,7 @@ def pack_codes(fmt: Format, codes: jax.Array) -> jax.Array:
 
 
 def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Inverse of `pack_codes`."""
+    """The inverse of `pack_codes`."""
     k, features = shape
     mt, kt, _ = words.shape
     codes = (words[..., None] >> _shifts(fmt)) & jnp.uint32(2**fmt.bits - 1)
@@ -323,7 +323,7 @@ def pack_groups(x: Any, k: int, group_size: int) -> Any:
 
 
 def unpack_groups(x: jax.Array, groups: int, features: int) -> jax.Array:
-    """Inverse of `pack_groups`."""
+    """The inverse of `pack_groups`."""
     mt, padded, _ = x.shape
     block, half, g = _SPLIT_FEATURES
     x = x.reshape(mt, padded, block, g, half).transpose(1, 0, 2, 4, 3).reshape(padded, mt * TILE)

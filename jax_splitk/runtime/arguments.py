@@ -45,7 +45,7 @@ def require(valid: bool, given: str, accepted: str, error: type[Exception] = Ref
 
 
 def quoted(names: Iterable[str]) -> str:
-    """'one', 'other'"""
+    """The words in quotes: 'one', 'other'."""
     return ", ".join(map(repr, names))
 
 

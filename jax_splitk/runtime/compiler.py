@@ -266,7 +266,7 @@ def _load_any(key: str) -> Compiled | None:
 
 
 def _version(compiler: str) -> list[int]:
-    """For comparisons."""
+    """The numbers of a version, which can be compared."""
     return [int(number) for number in re.findall(r"\d{1,9}", compiler)]
 
 

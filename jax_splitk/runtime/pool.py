@@ -96,7 +96,7 @@ class Pool:
                 self._start()
 
     def close(self) -> None:
-        """Nothing more begins."""
+        """No further work begins."""
         self._closed = True
         self.drop(list(self._futures))
 

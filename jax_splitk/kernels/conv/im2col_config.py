@@ -45,7 +45,7 @@ class Config(SplitTile):
 
     @property
     def pixels(self) -> int:
-        """Of a tile."""
+        """The pixels of a tile."""
         return self.tile_n if self.swap else self.tile_m
 
     @property
@@ -98,7 +98,7 @@ class Config(SplitTile):
 
     @property
     def result_rows(self) -> int:
-        """Of 128 bytes."""
+        """Rows of 128 bytes for a tile's results."""
         return self.pixels * -(-self.channels * 2 // ROW_BYTES)
 
 

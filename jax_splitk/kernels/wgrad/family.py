@@ -114,7 +114,7 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
         return None if reason is None else f"{window}: with the smallest tile {reason}"
 
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Of one split."""
+        """The thread blocks of one split."""
         return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
@@ -152,7 +152,7 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
         return target.cores * self.blocks_per_sm(problem, config)
 
     def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
-        """Splits that do."""
+        """The number of splits that fills one wave."""
         return self.slots(problem, config, target) / self.thread_blocks(problem, config)
 
     def waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:

@@ -73,7 +73,7 @@ def cut_refusal(config: Any, most: int) -> str | None:
 
 
 def geometry_attribute(p: ConvProblem) -> np.ndarray:
-    """`Geometry` of ffi/host_convolution.h."""
+    """The attribute for `Geometry` of ffi/host_convolution.h."""
     g = geometry(p, 3)
     sizes = (p.batch, p.in_channels, p.out_channels, *g.size, *g.out, *g.kernel)
     steps = (p.feature_group_count, *g.stride, *g.lhs_dilation, *g.dilation, *g.pad)

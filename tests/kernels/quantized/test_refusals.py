@@ -123,7 +123,7 @@ CUT = {"whole_tiles": 0}
 
 
 def shared(given: Fields, blocks: int, wide: Fields, tile: str, accepted: str) -> list[tuple[Fields, Fields, str]]:
-    """Of two k_warpgroups. `blocks`: as many as tiles; `wide`: beyond the widest, which makes `tile`."""
+    """Cases with two k_warpgroups. `blocks` equals the number of tiles; `wide` makes a `tile` that is too wide."""
     return [
         (given, {**given, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
         (given, {**given, "splits": 1, "blocks": blocks}, "k_warpgroups 2 without splits; accepted: 1"),
