@@ -31,7 +31,7 @@ MOST_SPLITS = 4096
 
 
 def matmul(arguments: argparse.Namespace) -> int:
-    """Measures a product, prints the table, and writes the requested files."""
+    """Measures, prints the table, and writes the files that were asked for."""
     with output.usage():
         problem = _problem("dot_general", arguments, _FIELDS)
         splits = splits_of(arguments.sweep_splits)
@@ -59,7 +59,7 @@ def matmul(arguments: argparse.Namespace) -> int:
 
 
 def conv(arguments: argparse.Namespace) -> int:
-    """Measures each pass, prints the table, and writes the requested file."""
+    """Measures each pass, prints the table, and writes the file that was asked for."""
     with output.usage():
         problems = [_problem(op, arguments, _CONV_FIELDS) for op in PASSES]
         _check_configs(arguments)
@@ -84,7 +84,7 @@ def conv(arguments: argparse.Namespace) -> int:
 
 
 def _problem(op: str, arguments: argparse.Namespace, names: Sequence[str]) -> Any:
-    """The problem that the named arguments describe; ValueError if they describe none."""
+    """The problem that the arguments of these names describe; ValueError where they describe none."""
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return problem_from_dict(op, with_defaults(op, given))
 
@@ -99,8 +99,7 @@ def _check_files(*paths: pathlib.Path | None) -> None:
 
 
 def splits_of(text: str) -> list[int]:
-    """Ascending numbers of splits from "1:128", "1,2,4" or both. Ranges include their last number. Raises
-    ValueError."""
+    """Ascending numbers of splits from "1:128", "1,2,4" or both: ranges have their last number. Raises ValueError."""
     found: set[int] = set()
     with contextlib.suppress(ValueError):
         for part in text.split(","):
@@ -133,8 +132,7 @@ def _progress(problem: Problem) -> Callable[[int, int], None]:
 
 
 def alignment(problem: DotProblem) -> str:
-    """For each operand: the contiguous dimension, and the largest power of two up to 128 that divides the bytes of a
-    row."""
+    """Of each operand: which dimension is contiguous, and the largest power of two up to 128 that divides its bytes."""
     said = []
     item = jnp.dtype(problem.dtype).itemsize
     for name, order, shape in (
@@ -147,7 +145,7 @@ def alignment(problem: DotProblem) -> str:
 
 
 def _text(found: Sweep) -> str:
-    """The fastest config for each number of splits, and the remarkable points."""
+    """The fastest config for each number of splits, and what stands out."""
     rows = [_row(found, splits, point) for splits, point in found.best.items()]
     header = ["splits", "us", "XLA/ours", "predicted us", "workspace MiB", "config", ""]
     lines = [str(found.problem), f"{found.target.device_kind}, times by {_SOURCES[found.source]}"]
@@ -159,7 +157,7 @@ def _text(found: Sweep) -> str:
 
 
 def _conv_text(found: Sequence[Sweep]) -> str:
-    """A row for each pass: XLA's time, and our fastest config."""
+    """A row for each pass: XLA's time, and the fastest of ours."""
     header = ["pass", "XLA us", "ours us", "XLA/ours", "predicted us", "workspace MiB", "config"]
     rows, xla_us, least_us = [], 0.0, 0.0
     for each in found:

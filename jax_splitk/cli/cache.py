@@ -23,7 +23,7 @@ from jax_splitk.tuning.result import TuningResult
 
 
 def ls(arguments: argparse.Namespace) -> int:
-    """Prints a line for each entry, and the number of compiled kernels. Reads every file."""
+    """One line for each entry, and how many kernels are compiled; every file is read."""
     if arguments.all and arguments.paths:
         raise UsageError(f"--all with PATH={arguments.paths[0]!r}; accepted: one of them")
     if arguments.paths:
@@ -60,7 +60,7 @@ def _machine(key: Key) -> str:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Prints one entry with all its measurements."""
+    """One entry with all its measurements."""
     item = _found(arguments.what)
     if item.entry is None:
         output.emit(item.as_dict(), f"{item.path}: {item.reason}", arguments.json)
@@ -89,7 +89,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _found(what: str) -> Stored:
-    """The entry of a file; or the only entry whose digest begins with `what`, in the first layer that has one."""
+    """A file's, or the one entry, in the first layer that has it, whose digest begins so."""
     argument = f"DIGEST_PREFIX_OR_FILE={what!r}"
     if os.path.isfile(what):
         return stored.read(pathlib.Path(what))
@@ -107,8 +107,8 @@ def _found(what: str) -> Stored:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept. A folder
-    also gets the kernels."""
+    """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept. Kernels go
+    with them, into a folder."""
     destination = _destination(arguments)
     if os.path.abspath(destination) == os.path.abspath(disk.cache_dir() or ""):
         output.users_cache(writable=True)
@@ -118,7 +118,7 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Copies the contents of the current caches into a folder, and compiles missing kernels."""
+    """Puts all that the caches in force have into a folder, and compiles what is missing of it."""
     destination, folders = _destination(arguments), [f for f in disk.folders() if os.path.isdir(f)]
     if destination.suffix == ".json" or any(os.path.abspath(f) == os.path.abspath(destination) for f in folders):
         raise UsageError(f"DEST={str(destination)!r}; accepted: a folder that is none of the caches in force")
@@ -173,14 +173,14 @@ def _merged(
 
 
 def _measured(item: Stored) -> Stored:
-    """`item`, or the reason for leaving it out: its choice is a kernel that was not measured."""
+    """The same, unless its choice is a kernel that nobody has measured."""
     if item.entry is None or item.entry.choice == XLA or item.entry.us(item.entry.choice) is not None:
         return item
     return Stored(item.path, None, f"its choice {item.entry.choice} was not measured", item.foreign)
 
 
 def _held(file: pathlib.Path) -> dict[Key, Stored]:
-    """The entries of the TuningResult's file that will be replaced, if it exists."""
+    """The entries of a TuningResult's file, if there is one. It will be replaced by another."""
     if not os.path.lexists(file):
         return {}
     regular = stat.S_ISREG(file.lstat().st_mode)
@@ -191,14 +191,14 @@ def _held(file: pathlib.Path) -> dict[Key, Stored]:
 
 
 def _newer(held: Entry | None, other: Entry) -> Entry:
-    """The newer of two decisions (`held` if they are equally old), with the measurements of both."""
+    """The newer decision of the two (`held` where they are equally old), with both's measurements."""
     if held is None:
         return other
     return entries.merge(held, other) if stored.date(other) > stored.date(held) else entries.merge(other, held)
 
 
 class _File(NamedTuple):
-    """A file of a cache: its kind, whether only other machines or versions use it, and why it is unusable."""
+    """A file of a cache: what it is, whether only other machines or versions use it, and why nobody can."""
 
     path: pathlib.Path
     what: str
@@ -207,7 +207,7 @@ class _File(NamedTuple):
 
 
 def prune(arguments: argparse.Namespace) -> int:
-    """Deletes the requested files, and lists them."""
+    """Deletes what was asked for, and lists it."""
     dry_run, environment, older_than = arguments.dry_run, arguments.environment, arguments.older_than
     folder = output.users_cache(writable=not dry_run)
     if environment is None and older_than is None and not arguments.damaged:
@@ -241,8 +241,8 @@ def prune(arguments: argparse.Namespace) -> int:
 def _files(folder: pathlib.Path) -> Iterator[_File]:
     for item in stored.read_folder(folder):
         yield _File(item.path, "an entry", item.foreign, None if item.foreign else item.reason or None)
-    # Machine code does not name a machine. It belongs to another installation if its source text, compiler or headers
-    # differ from the current ones. Without a compiler, all are treated alike.
+    # Machine code names no machine: it is another installation's if its source text, compiler or headers are not those
+    # of now. Without a compiler here any is as good as another.
     current = {compiler.origin(file) for file in source.source_files()}
     here = None if toolchain.unavailable() else toolchain.identity()
     for path, kernel in compiler.cached(folder):
@@ -255,7 +255,7 @@ def _files(folder: pathlib.Path) -> Iterator[_File]:
 
 
 def _days(path: pathlib.Path) -> float:
-    """Days since a file was written; 0 if it no longer exists."""
+    """How long ago a file was written; 0 for one that is gone."""
     with contextlib.suppress(OSError):
         return (time.time() - path.lstat().st_mtime) / 86400
     return 0.0

@@ -1,5 +1,7 @@
-"""Reports what this installation can do: versions, the machine, a verdict, and the command to type next. This module
-imports nothing that a broken installation may lack. It imports `cli.machine` only once its requirements are met."""
+"""What this installation can do: versions, the machine, a verdict, and the command to type next.
+
+Nothing is imported here that a broken installation may lack: what reports of the machine (`cli.machine`) is imported
+once its requirements are met."""
 
 import argparse
 import importlib
@@ -16,7 +18,7 @@ _PACKAGES = (
     *("jax_splitk", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "nvidia-cutlass", "nvidia-cuda-nvrtc"),
     *("nvidia-cuda-cccl", "nvidia-cuda-runtime"),
 )
-# The command to type for messages without a pip command, by a part of the message.
+# Where a problem's message has no pip command: what to type, by a part of the message.
 _REMEDIES = (
     (r"cannot be written", "export JAX_SPLITK_CACHE_DIR=A_FOLDER_THAT_CAN_BE_WRITTEN"),
     (r"(?P<folder>/.*) is not used: anybody may write", "chmod go-w {folder}"),
@@ -34,8 +36,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """Looks at this process's installation; runs nothing on a device.
 
-    The version of a missing package is None. The values of `cli.machine.examine` are missing if the package cannot be
-    imported. "problems" must be fixed, "verdict" says what can run, "next" is a command.
+    None stands for the version of a package that is not installed; for the rest see `cli.machine.examine`, whose values
+    are not there where the package cannot be imported. "problems" are what has to be mended, "verdict" says what can
+    run, "next" is a command.
     """
     versions = {package: requirements.installed(package) for package in _PACKAGES}
     report: dict[str, Any] = {"python": platform.python_version(), "versions": versions, **_machine()}
@@ -44,19 +47,19 @@ def examine() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """The report of the machine, or only the reason why there is none."""
+    """The report of the machine, or only why there is none."""
     version = sys.modules["jax_splitk"].__version__
     why = [requirements.unmet_module(version), requirements.unmet_version(version)]
     if problems := [problem for problem in why if problem is not None]:
         return {"problems": problems}
     try:
         return importlib.import_module("jax_splitk.cli.machine").examine()
-    except Exception as error:  # a broken installation may raise anything at import
+    except Exception as error:  # whatever a broken installation raises where it is imported
         return {"problems": [f"{type(error).__name__}: {error}"]}
 
 
 def _verdict(report: dict[str, Any]) -> tuple[str, str]:
-    """The verdict, and the command to type next."""
+    """What can run, and the command to type next."""
     program = parser.program()
     attempt = f"{program} explain YOUR_SCRIPT.py --platform cuda"
     problems = report["problems"]
@@ -73,7 +76,7 @@ def _verdict(report: dict[str, Any]) -> tuple[str, str]:
 
 
 def _remedy(message: str, otherwise: str) -> str:
-    """The command that a message contains, or that fits it."""
+    """The command that a message names, or that belongs to it."""
     _, begins, command = message.replace("`", "").partition("pip install")
     if begins:
         return begins + command.partition(" in /")[0]
@@ -83,7 +86,7 @@ def _remedy(message: str, otherwise: str) -> str:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report as text, without repetitions."""
+    """The report for people; nothing is said twice."""
     lines = [f"python {report['python']}"]
     lines += [f"{name} {version}" for name, version in report["versions"].items() if version]
     lines += [f"not installed: {', '.join(name for name, version in report['versions'].items() if not version)}"]
@@ -97,7 +100,7 @@ def _machine_lines(report: dict[str, Any]) -> list[str]:
     for name, why in report["implementations"].items():
         implementations.setdefault(why, []).append(name)
     told = {None: "can run"} | dict.fromkeys(report["problems"], "cannot run")
-    own = ("", report["cache_dir"])  # the line of the cache says this
+    own = ("", report["cache_dir"])  # which the line of the cache tells
     return [
         f"backend {report['backend'] or 'none'}{': ' * bool(report['devices'])}{', '.join(report['devices'])}",
         f"NVIDIA driver {report['driver'] or 'none'}",

@@ -1,4 +1,4 @@
-"""Compiled kernels of cache folders: copying for `cache merge` and `cache export`, and `cache verify`."""
+"""Compiled kernels of cache folders: what `cache merge` and `cache export` carry, and `cache verify`."""
 
 import argparse
 import concurrent.futures
@@ -22,7 +22,7 @@ from jax_splitk.tuning.entry import Entry
 
 
 def unusable(folder: pathlib.Path, code: Iterable[tuple[pathlib.Path, Kernel | None]]) -> Iterator[Stored]:
-    """The files that cannot be used, and why; `code`: the folder's `compiler.cached`."""
+    """The files that cannot be used, and why; `code`: `compiler.cached` of the folder."""
     reason = disk.code_refusal(folder) or "it is not whole, or not to be trusted"
     for path, kernel in code:
         if kernel is None:
@@ -45,11 +45,11 @@ class Carried:
 def carry(
     folders: Iterable[pathlib.Path], destination: pathlib.Path, entries: Sequence[Entry], *, complete: bool
 ) -> Carried:
-    """Copies the folders' kernels, without those of candidates that were measured but not chosen.
+    """Copies the folders' kernels, but those of candidates that were only measured.
 
     Args:
-      entries: the decisions that are copied, too.
-      complete: whether to compile missing kernels of these decisions.
+      entries: the decisions that go with them.
+      complete: whether what is missing of the decisions' kernels is compiled.
     """
     wanted = {compiler.source_key(source): source for entry in entries for source in _needed(entry)}
     measured = {compiler.source_key(source) for entry in entries for source in _measured(entry)}
@@ -70,7 +70,7 @@ def carry(
 
 
 def _copy(path: pathlib.Path, to: pathlib.Path, carried: Carried) -> None:
-    """Copies a kernel, unless the destination has the same bytes; other existing content is not trusted."""
+    """Unless it is there; of what is there nothing is trusted but the same bytes."""
     data = disk.read(path, own=True)
     if data is None or (os.path.lexists(to) and disk.read(to, own=True) == data):
         return
@@ -94,7 +94,7 @@ def _compile(sources: list[Source], destination: pathlib.Path, carried: Carried)
 
 
 def _needed(entry: Entry) -> Iterator[Source]:
-    """The sources of the kernels that a lowering with the entry needs."""
+    """The kernels' sources that lowering by an entry needs."""
     for candidate, problem in buckets.needed(entry):
         yield from _sources(candidate, problem)
 
@@ -115,7 +115,7 @@ def _sources(candidate: Candidate, problem: Problem) -> Iterator[Source]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Compiles every kernel again, and compares the machine code."""
+    """Compiles every kernel again, and compares."""
     if (missing := toolchain.unavailable()) is not None:
         raise UsageError(f"kernels are compiled again, and there is no compiler: {missing}")
     for text in arguments.paths:
@@ -135,7 +135,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _difference(kernel: Kernel | None) -> str | None:
-    """Why a kernel may differ from the compiler's output for its source; None if it is the same."""
+    """Why a kernel is not known to be what the compiler makes of its source; None where it is."""
     if kernel is None:
         return "it is not whole, not to be trusted, or another version's"
     if kernel.source.file not in source_files():

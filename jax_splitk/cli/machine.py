@@ -1,4 +1,4 @@
-"""Examines this machine for an installed package: backends, the GPU, the compiler, the cache, and what each
+"""What this machine has for an installed package: backends, the GPU, the compiler, the cache, and what each
 implementation lacks."""
 
 import contextlib
@@ -16,9 +16,11 @@ from jax_splitk.runtime.target import target_for
 
 
 def examine() -> dict[str, Any]:
-    """The machine's part of `doctor`'s report; runs nothing on a device. "backend" is None if none can start. An
-    implementation's value is None if it can run, else the reason why not. "settings" are the current values of
-    jax_splitk's variables; "problems" must be fixed.
+    """What `doctor` reports of the machine; runs nothing on a device.
+
+    None stands for a backend that cannot start and for an implementation that can run; the other implementations'
+    values say why they cannot. "settings" are the variables that jax_splitk reads, with the values in force,
+    "problems" what has to be mended.
     """
     missing = toolchain.unavailable()
     driver, gpus = nvml.driver()  # before jax takes most of the memory
@@ -42,10 +44,10 @@ def examine() -> dict[str, Any]:
 
 
 def _backend() -> tuple[str | None, list[str], str | None]:
-    """(default backend, its devices, why there is none)."""
+    """(the default backend, its devices, why there is none)."""
     try:
         return jax.default_backend(), [device.device_kind for device in jax.local_devices()], None
-    except Exception as error:  # JAX raises several types, among them AssertionError, some without a message
+    except Exception as error:  # JAX raises several kinds, AssertionError among them, some without a message
         said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
         chosen = os.environ.get("JAX_PLATFORMS")
         where = f" with JAX_PLATFORMS={chosen}" if chosen else ""
@@ -53,7 +55,7 @@ def _backend() -> tuple[str | None, list[str], str | None]:
 
 
 def _own_cache() -> pathlib.Path | None:
-    """The user's cache folder; None also if the setting is wrong."""
+    """None also where the setting is wrong."""
     with contextlib.suppress(settings.SettingError):
         return disk.cache_dir()
     return None
@@ -62,7 +64,7 @@ def _own_cache() -> pathlib.Path | None:
 def _cache_problems(values: dict[str, str]) -> list[str]:
     try:
         own, folders = disk.cache_dir(), disk.folders()
-    except settings.SettingError:  # this is reported as a mistake of its own
+    except settings.SettingError:  # which is a mistake by itself
         return []
     found = [refusal for folder in folders if (refusal := disk.code_refusal(folder)) is not None]
     if own is None:
@@ -73,7 +75,7 @@ def _cache_problems(values: dict[str, str]) -> list[str]:
 
 
 def _can_be_written(folder: pathlib.Path) -> bool:
-    """Whether files can be created in a folder, which may not exist yet. Creates a file and removes all traces."""
+    """Whether files can be made in a folder, which may have to be made first. One is made, which leaves nothing."""
     there = next((f for f in (folder, *folder.parents) if os.path.exists(f)), None)
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -1,4 +1,4 @@
-"""Output and errors of commands: tables or JSON on stdout, everything else on stderr."""
+"""What commands print and refuse: tables for people or JSON on stdout, everything else on stderr."""
 
 import contextlib
 import json
@@ -13,18 +13,18 @@ import tabulate
 from jax_splitk.runtime import disk, streams
 from jax_splitk.runtime.settings import SettingError
 
-# Least width of a narrowed column.
+# No column of a table is narrowed to less than this.
 _LEAST_WIDTH = 16
 
 
 class UsageError(SettingError):
-    """A wrong argument; A wrong use of a command. For any SettingError `main` prints the message and the command's
-    usage, and exits with 2."""
+    """A wrong argument; `main` prints the message of this and any other SettingError with the command's usage, and
+    exits with 2."""
 
 
 @contextlib.contextmanager
 def usage() -> Iterator[None]:
-    """A block that checks arguments or settings: turns its ValueError into a `UsageError`."""
+    """The block checks arguments or settings: its ValueError is a `UsageError`."""
     try:
         yield
     except ValueError as error:
@@ -49,7 +49,7 @@ def emit(value: Any, text: str, as_json: bool) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line on stderr."""
+    """A line on stderr."""
     print(_printable(text), file=sys.stderr)
 
 
@@ -59,8 +59,7 @@ def _printable(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence[str] = ()) -> str:
-    """Aligned columns. A table as text. On a terminal the columns named by `narrow` are shortened, in this order, until
-    a line fits."""
+    """Aligned columns. On a terminal those named by `narrow` are shortened, in this order, until a line fits."""
     lines = [[_printable(cell) for cell in line] for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if streams.is_terminal(sys.stdout):
@@ -69,7 +68,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence
             cut = max(0, min(excess, widths[i] - _LEAST_WIDTH))
             widths[i], excess = widths[i] - cut, excess - cut
     cut = [[_cut(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines]
-    shown = tabulate.tabulate(cut, tablefmt="plain", disable_numparse=True)  # this would widen the columns
+    shown = tabulate.tabulate(cut, tablefmt="plain", disable_numparse=True)  # it would widen columns of a header
     return "\n".join(line.rstrip() for line in shown.splitlines())
 
 
