@@ -1,4 +1,4 @@
-"""What `benchmarks.wgrad`, `conv` and `dot` share: a case's figures, the run over all cases, and the report."""
+"""Shared by `benchmarks.wgrad`, `conv` and `dot`: a case's figures, the run over all cases, and the report."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,8 @@ from jax_splitk.tuning.options import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Result(Measured):
-    """One case's figures. Errors are relative, against float64 where a benchmark does not say otherwise."""
+    """One case's figures. The figures of a case. Errors are relative, against float64 unless a benchmark says
+    otherwise."""
 
     xla: timing.Timing
     ours_temp_bytes: int
@@ -44,13 +45,13 @@ class Result(Measured):
         """Compiles, times and checks one case.
 
         Args:
-          case: its `problem()` is what both functions, of arrays of `shapes`, compute.
-          errors: of the compiled functions and their arguments, each one's error.
+          case: both functions take arrays of `shapes` and compute its `problem()`.
+          errors: takes the compiled functions and their arguments; returns the error of each.
           quick: fewer rounds.
         """
         given = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes]
         compiled = {"ours": jax.jit(ours).lower(*given).compile(), "xla": jax.jit(xla).lower(*given).compile()}
-        # After the compilation, which tunes what no cache has, if tuning is on.
+        # After the compilation, which tunes problems that no cache has, if tuning is on.
         (decision,) = jax_splitk.explain(ours, *given).decisions
         limits = {} if on_gpu() else {"minimum_bytes": 32 * 2**20, "maximum_sets": 4}
         input_sets = timing.random_input_sets(shapes, case.dtype, **limits)
@@ -76,13 +77,14 @@ class Benchmark:
     """A benchmark against XLA.
 
     Attributes:
-      name: of its module.
-      ops: of its problems.
-      cases, groups: all of them, and of one, the groups that it belongs to.
-      cut: what is less of the cases on the CPU, as `shrunk` makes them.
-      run: of (case, implementation, whether fewer rounds do), the result.
-      columns: of the table: each name, and a result's cell.
-      summary: of the results, further entries of the report, and lines for people.
+      name: the name of its module.
+      ops: the operations of its problems.
+      cases: all cases.
+      groups: maps a case to its groups.
+      cut: how `shrunk` makes cases smaller for the CPU.
+      run: maps (case, implementation, quick) to a result.
+      columns: the table's columns: a name, and a function of a result that returns the cell.
+      summary: maps the results to further entries of the report, and lines to print.
     """
 
     name: str
@@ -134,8 +136,8 @@ class Benchmark:
         return parser.parse_args(argv)
 
     def _run_all(self, cases: Sequence[Any], options: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
-        """The results, and what went wrong, by case. The report is written after every case, so that a run that is cut
-        short loses nothing."""
+        """Runs all cases. Returns the results, and the errors by case. The report is written after every case, so that
+        a run that is cut short loses nothing."""
         implementation = None if options.implementation == "auto" else options.implementation
         results: list[Any] = []
         failures: dict[str, str] = {}
@@ -145,7 +147,7 @@ class Benchmark:
                 say(f"{results[-1].line()} | XLA {results[-1].xla.us:.1f} us | {results[-1].speedup:.2f}x XLA")
                 if results[-1].wrong is not None:
                     failures[case.name] = results[-1].wrong
-            except Exception as error:  # one case must not cost the others
+            except Exception as error:  # continue with the other cases
                 failures[case.name] = traceback.format_exc()
                 say(report.failed_line(case.name, error))
             if options.json:
@@ -168,7 +170,7 @@ class Benchmark:
         }
 
     def table(self, results: Sequence[Any]) -> str:
-        """In Markdown."""
+        """The results as a Markdown table."""
         return report.markdown([[*self.columns], *([cell(r) for cell in self.columns.values()] for r in results)])
 
 
@@ -193,7 +195,7 @@ TIMES: Mapping[str, Callable[[Result], str]] = {
 
 
 def geometric_means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of each group of ratios that has some."""
+    """The geometric mean of each group of ratios that is not empty."""
     return {name: statistics.geometric_mean(group) for name, group in groups.items() if group}
 
 

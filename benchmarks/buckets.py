@@ -1,8 +1,8 @@
-"""What it costs that a decision for some rows serves fewer: tuned against served, timed in turns.
+"""The cost of using a decision for more rows: a problem's own decision against its representative's, timed in turns.
 
 python -m benchmarks.buckets [--cases FEATURESxK ...] [--n ROWS ...] [--seconds SECONDS] [--json FILE]
 
-Every number of rows is tuned itself, and so are its representatives. See README.md beside this file.
+Tunes the problem of every number of rows, and its representatives. See README.md beside this file.
 """
 
 import argparse
@@ -27,14 +27,15 @@ from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
-# The fewest, one in the middle and the next to most of those that a decision serves.
+# For each decision the fewest rows that it may serve, and a number in the middle.
 ROWS = (1, 5, 9, 12, 17, 24, 33, 48, 65, 80, 97, 112, 129, 144, 161, 176, 193, 224, 257, 290, 321, 350, 385, 416, 449,
         480, 513, 560, 600, 641, 700, 769, 830, 897, 960, 1025, 1150, 1281, 1400)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of one number of rows; microseconds. `of`: the rows whose decision serves, None where none does."""
+    """The times for one number of rows, in microseconds. `of`: the rows of the representative whose decision serves, or
+    None."""
 
     case: Case
     of: int | None
@@ -44,7 +45,7 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """How much slower the representative's decision is than the problem's own; 0 where they are the same."""
+        """How much slower the representative's decision is than the problem's own; 0 if they are the same."""
         if self.of is None:
             return None
         return self.times["served"].us / self.times["tuned"].us - 1 if "served" in self.times else 0.0
@@ -54,12 +55,12 @@ class Result:
 
 
 def tuned(key: Key, seconds: float | None) -> Entry:
-    """The decision for exactly this problem; the cache has it next time."""
+    """Tunes exactly this problem, and stores the decision in the cache."""
     return dict(jax_splitk.tune_problems([key.problem], seconds=seconds))[key]
 
 
 def run(case: Case, options: argparse.Namespace) -> Result:
-    """Tunes what is needed, and times both decisions where they differ."""
+    """Tunes the missing decisions, and times both decisions if they differ."""
     key = key_for(case.problem(), target_for(local_platform()))
     own = tuned(key, options.seconds).choice
     others = (Found(tuned(other, options.seconds), "") for other in buckets.representatives(key))
@@ -78,7 +79,7 @@ def run(case: Case, options: argparse.Namespace) -> Result:
 
 
 def _rows(entry: Entry | None) -> int | None:
-    """The rows of the problem that was tuned: 32, where the entry has "32 rows"."""
+    """The rows of the tuned problem: 32 if the entry has "32 rows"."""
     return None if entry is None else int(entry.metadata[buckets.REPRESENTATIVE].split()[0])
 
 

@@ -17,11 +17,11 @@ class Case:
 
     Attributes:
       kernel, stride, dilation: per spatial dimension, (height, width).
-      padding: (low, high) per spatial dimension; None for what keeps the size at stride 1 (kernel // 2 on
-        both sides of an odd kernel).
+      padding: (low, high) per spatial dimension; None for padding that keeps the size at stride 1 (kernel // 2 on both
+        sides of an odd kernel).
       tags: groups that the case belongs to, for selection by name.
-      xla_us: what XLA took on one H200 (jax 0.11.2, cuDNN 9), microseconds of device time; a record only:
-        the benchmark measures XLA anew in the same run.
+      xla_us: XLA's device time on one H200 (jax 0.11.2, cuDNN 9), microseconds; a record only, since the benchmark
+        measures XLA again.
       floor_us: on one H200, the larger of flops / 790 TFLOP/s and least bytes / 4.3 TB/s, microseconds.
     """
 
@@ -92,7 +92,7 @@ class Case:
     def shrunk(self, flops: float) -> "Case":
         """At most `flops` of work, by a smaller batch and, where one image is too much, a smaller image.
 
-        The records of the full size do not hold for a smaller one and are dropped.
+        Drops `xla_us` and `floor_us`, which hold for the full size only.
         """
         if self.problem().flops <= flops:
             return self
@@ -217,10 +217,10 @@ def find(
     among: Sequence[Any] = WGRAD_CASES,
     groups: Callable[[Any], Iterable[str]] = lambda case: case.tags,
 ) -> list[Any]:
-    """The cases with a name or a group among `selectors`, in the table's order; all for no selectors.
+    """The cases with a name or a group among `selectors`, in the table's order; without selectors, all cases.
 
     Raises:
-      ValueError: a selector that is neither.
+      ValueError: a selector is neither a name nor a group.
     """
     wanted, known = set(selectors), dict.fromkeys(group for case in among for group in groups(case))
     if unknown := sorted(wanted - {case.name for case in among} - set(known)):

@@ -1,4 +1,4 @@
-"""What a GPU reaches in the same run: a matrix product of random data, and a copy.
+"""The rates that a GPU reaches in a run: for a matrix product of random data, and for a copy.
 
 python -m benchmarks.ceilings
 
@@ -18,7 +18,7 @@ from jax_splitk.runtime.target import target_for
 
 SIDE = 8192
 COPIED_BYTES = 2**30
-CLOCK_FLOPS = 4096  # of a multiprocessor's tensor cores, of 16 bits, by the data sheet
+CLOCK_FLOPS = 4096  # 16-bit operations a clock of a multiprocessor's tensor cores, by the data sheet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Ceilings:
     bytes: float
 
     def share(self, flops: float, bytes_moved: float, us: float) -> float:
-        """Of the rate that bounds so many operations and bytes, what a time in microseconds reaches."""
+        """The time that the measured rates allow for these operations and bytes, over the time `us` in microseconds."""
         return max(flops / self.flops, bytes_moved / self.bytes) / us * 1e6
 
     def rates(self, cores: int) -> dict[str, float]:
-        """Rates of the cost model, for a device of so many multiprocessors."""
+        """Rates of the cost model, for a device with `cores` multiprocessors."""
         return {"tensor_clock": self.flops / (CLOCK_FLOPS * cores), "memory_bytes": self.bytes}
 
 
 @functools.cache
 def measured() -> Ceilings | None:
-    """The default device's; None where it is not a GPU."""
+    """Measures the rates; None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
     square = (SIDE, SIDE)

@@ -26,7 +26,7 @@ QUICK_CPU_FLOPS = 2e7
 def functions(
     case: Case, implementation: Implementation | None
 ) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Ours, and what a user of JAX has: lax's convolution, or its derivative."""
+    """Our function, and lax's convolution or its derivative."""
     p, arguments = case.as_given(), case.arguments()
     ours: Callable[..., jax.Array] = getattr(jax_splitk, p.op)
     shapes = {"conv_dgrad": (p.lhs_shape,), "conv_wgrad": (p.rhs_shape,)}.get(p.op, ())
@@ -53,13 +53,13 @@ def run(case: Case, implementation: Implementation | None, quick: bool) -> Resul
 
 
 def _difference(compiled: Iterable[Callable[..., Any]], *operands: jax.Array) -> tuple[float, None]:
-    """Ours from XLA's: the tests compare with float64."""
+    """The difference of our result from XLA's; tests compare with float64."""
     ours, xla = (np.asarray(function(*operands), np.float32) for function in compiled)
     return distance(ours, xla), None
 
 
 def summary(results: Sequence[Result]) -> tuple[dict[str, Any], list[str]]:
-    """Of each group XLA's time over ours, in geometric mean and at least, and the goals."""
+    """For each group, the geometric mean and the least of XLA's time over ours, with the goals."""
     found = {}
     for group, (mean, least) in GROUPS.items():
         if speedups := [r.speedup for r in results if r.case.group == group]:

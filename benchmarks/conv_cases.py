@@ -1,4 +1,4 @@
-"""Convolutions of one to three dimensions whose three passes the benchmark of passes reports, in groups with a goal."""
+"""Convolutions of one to three dimensions for `benchmarks.conv`, in groups that have goals."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ PASSES: dict[str, type[ConvProblem]] = {"fprop": ConvFpropProblem, "dgrad": Conv
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
 ALL, INPUTS = ("fprop", "dgrad", "wgrad"), ("fprop", "dgrad")
 
-# Goals: XLA's time over ours in geometric mean, and the least.
+# Goals: The goals of each group: geometric mean and least of XLA's time over ours.
 GROUPS = {
     "depthwise": (4.0, 1.0),
     "depthwise-any": (8.0, 1.0),
@@ -61,11 +61,12 @@ class Case:
         return f"{self.which}_{channels}_{kernel}{steps}_{size}_b{self.batch}{dtype}"
 
     def problem(self) -> ConvProblem:
-        """What is computed: a transposed convolution is the other pass of one with strides."""
+        """The problem that runs: a transposed convolution is an input gradient of a strided one, and the other way
+        round."""
         return canonical(self.as_given())
 
     def as_given(self) -> ConvProblem:
-        """What the user asks for."""
+        """The problem that the user's call states."""
         rank, ones = len(self.size), (1,) * len(self.size)
         pads = self.padding if isinstance(self.padding, tuple) else ((self.padding, self.padding),) * rank
         steps = (self.steps,) * rank
@@ -87,13 +88,13 @@ class Case:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Of `jax_splitk`'s functions, but for arrays and shapes."""
+        """Arguments of `jax_splitk`'s functions, except arrays and shapes."""
         p = self.as_given()
         names = ("window_strides", "padding", "lhs_dilation", "feature_group_count")
         return {"dimension_numbers": NUMBERS[p.rank], **{name: getattr(p, name) for name in names}}
 
     def shrunk(self, flops: float) -> "Case":
-        """At most `flops` of work, as far as a batch of one image and half of the pixels, again and again, go."""
+        """At most `flops` of work, if halving the batch, then the pixels, can reach that."""
         case = self
         while case.problem().flops > flops and case.batch > 1:
             case = dataclasses.replace(case, batch=max(1, case.batch // 4))

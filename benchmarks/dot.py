@@ -29,7 +29,7 @@ from jax_splitk.tuning.result import TuningResult
 
 QUICK_CPU_FLOPS = 1e8
 DIMENSIONS = (((0,), (0,)), ((), ()))
-SHORT_US = 20.0  # of XLA's: products that launches and reductions dominate
+SHORT_US = 20.0  # XLA's time: below it, launches and reductions dominate a product
 SAMPLES = 16  # rows and columns of the result that are computed in float64
 
 
@@ -38,7 +38,7 @@ class Result(against_xla.Result):
 
     @property
     def wrong(self) -> str | None:
-        """What is wrong with the kernels of our calls; None where they are those of the plan, each once."""
+        """What is wrong with the kernels of our calls; None if each kernel of the plan ran once, and no other."""
         return wrong_launches(planned_kernels(self.decision), self.ours)
 
 
@@ -68,7 +68,7 @@ def errors(functions: Iterable[Callable[..., Any]], lhs: jax.Array, rhs: jax.Arr
 
 
 def planned_kernels(decision: Decision) -> list[str] | None:
-    """The kernels of the plan; None where none of ours for a GPU was chosen."""
+    """The kernels of the plan; None if no GPU kernel of ours was chosen."""
     family = next((f for f in kernels.families(decision.problem.op, "cuda") if f.name == decision.family), None)
     if family is None:
         return None
@@ -77,7 +77,8 @@ def planned_kernels(decision: Decision) -> list[str] | None:
 
 
 def wrong_launches(planned: Sequence[str] | None, timed: timing.Timing) -> str | None:
-    """What is wrong with the kernels of a call in a trace: each of the plan's once, and nothing else (no memset)."""
+    """What is wrong with the kernels of a call in a trace. Each kernel of the plan must run once, and nothing else (no
+    memset)."""
     if planned is None or timed.source != "device":
         return None
     expected = {name: float(planned.count(name)) for name in planned}
@@ -100,8 +101,8 @@ def summary(results: Sequence[Result]) -> tuple[dict[str, Any], list[str]]:
 
 
 def tuning(results: Sequence[Result]) -> list[Any]:
-    """The decisions of the tuned cases, with the times of the choice, of the cost model's and of XLA alone: the text of
-    a TuningResult, of which `benchmarks.tables` makes a table."""
+    """The decisions of the tuned cases, with the times of the choice, of the cost model's choice and of XLA: the text
+    of a TuningResult, from which `benchmarks.tables` makes a table."""
     entries = [r.entry for r in results if r.entry is not None]
     kept = [dataclasses.replace(e, evidence=_evidence(e, (e.choice, e.predicted, XLA))) for e in entries]
     return json.loads(TuningResult(tuple((entry.key, entry) for entry in kept)).dumps())

@@ -1,4 +1,4 @@
-"""Named matrix products with a long reduction: those that benchmarks.dot reports."""
+"""Named matrix products with a long reduction, for benchmarks.dot."""
 
 import dataclasses
 from typing import ClassVar

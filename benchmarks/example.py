@@ -20,7 +20,7 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs" / "add-a-kernel.md"
 
 
 def text() -> str:
-    """The example: the page's Python blocks that define it."""
+    """The Python blocks of the page that define the example."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return "".join(block for block in blocks if "SOURCE" in block)
 

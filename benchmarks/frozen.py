@@ -4,7 +4,7 @@
 
 Models are those of `benchmarks.models`. One process tunes a model's step from an empty cache and runs it; `jax-splitk
 cache export` writes a folder. Another process has that folder, an empty cache, frozen mode and no NVRTC: it lowers and
-runs the step. The two must make the same choices, and losses that differ by rounding at most.
+runs the step. The two processes must make the same choices, and their losses may differ by rounding only.
 """
 
 import argparse
@@ -34,12 +34,12 @@ ROUNDING = 0.02  # of losses, relative: XLA may choose other kernels of its own
 
 
 def here(name: str, tiny: bool, frozen: bool) -> dict[str, Any]:
-    """What one of the two processes finds."""
+    """The figures of one of the two processes."""
     (model,) = models.find([name], tiny)
     data, params = jax.device_put((model.data(np.random.default_rng(1)), model.initial()))
     found: dict[str, Any] = {}
     if frozen:
-        toolchain._nvidia_folders = list  # the wheels of the compiler are in none
+        toolchain._nvidia_folders = list  # none of these folders has the compiler's wheels
         found["compiler"] = toolchain.unavailable()
     else:
         began = time.perf_counter()
@@ -86,7 +86,7 @@ def both(name: str, tiny: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _run(command: Sequence[str], **settings: str) -> str:
-    """Its standard output, with these `JAX_SPLITK_` variables and no others; of a crash, the stack."""
+    """Runs a command with these `JAX_SPLITK_` variables only. Returns its standard output; a crash shows its stack."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_SPLITK_")}
     own = {f"JAX_SPLITK_{name}": value for name, value in settings.items()}
     environment = {**kept, **own, "PYTHONFAULTHANDLER": "1"}

@@ -1,4 +1,4 @@
-"""What a report comes to: the sentences and the table of groups that README and docs quote.
+"""Summaries of reports: the sentences and the table of groups that README and docs quote.
 
 python -m benchmarks.plot REPORT.json [MORE.json ...] OUT.txt
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.quantized_cases import FASTEST, crossover
 
-# What the tables call the groups of benchmarks.conv.
+# The names of benchmarks.conv's groups in tables.
 GROUP_TITLES = {
     "depthwise": "depthwise in 2D and 16 bits",
     "depthwise-any": "depthwise in 1D, 3D or float32",
@@ -21,7 +21,7 @@ GROUP_TITLES = {
     "batch8": "batch 8",
     "dense": "large dense 3x3",
 }
-# A product of at most so many rows is one of few rows.
+# "Few rows" are at most this many.
 FEW_ROWS = 16
 
 
@@ -31,7 +31,7 @@ def ratio(result: dict[str, Any]) -> float:
 
 
 def headline(results: Sequence[dict[str, Any]]) -> str:
-    """Median and geometric mean of the ratios, and the mean without the largest one, on which a mean may rest."""
+    """Median and geometric mean of the ratios, and the mean without the largest ratio, which may dominate a mean."""
     ratios = sorted(map(ratio, results))
     text = f"median {statistics.median(ratios):.2f}, geometric mean {statistics.geometric_mean(ratios):.2f}"
     if len(ratios) == 1:
@@ -54,7 +54,7 @@ def groups_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """By weight and line: (rows, microseconds), rows ascending."""
+    """For each weight and line the points (rows, microseconds), rows ascending."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for result in sorted(report["results"], key=lambda r: r["case"]["rows"]):
         of_weight = found.setdefault(result["weight"], {label: [] for label in FASTEST})
@@ -66,7 +66,7 @@ def curves(report: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]
 
 
 def crossing(lines: dict[str, list[tuple[int, float]]], other: str) -> float | None:
-    """Rows from which on we are slower than the line `other`; None for never."""
+    """The number of rows from which on we are slower than the line `other`; None for never."""
     theirs = dict(lines[other])
     return crossover((rows, us, theirs[rows]) for rows, us in lines["jax_splitk"] if rows in theirs)
 

@@ -1,12 +1,12 @@
-"""How long a model's training step takes to be lowered without tuning, or to be tuned, from an empty cache.
+"""Times lowering a model's training step without tuning, or tuning it, from an empty cache.
 
     python -m benchmarks.lowering resnet50_b256 diffusion_unet        # lowering, for CUDA, with or without a GPU
     python -m benchmarks.lowering resnet50_b256 --tune                # tuning, on a GPU
     python -m benchmarks.lowering convnext_t --compile-ahead off      # each kernel when its operation is lowered
 
-Models are those of `benchmarks.models`. Each runs in a process of its own, and prints a line of JSON. Besides seconds
-of wall clock it has what depends less on a busy machine: compilations by workers and by the lowering itself, how many
-were under way at once, and the seconds of processor time that the process and its workers took.
+Models are those of `benchmarks.models`. Each runs in a process of its own, and prints a line of JSON. The line has
+seconds of wall clock, and figures that depend less on a busy machine: the numbers of compilations by workers and by the
+lowering itself, how many ran at once, and the processor time of the process and its workers.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Compilations:
 
 
 def measure(name: str, tiny: bool, tune: bool) -> dict[str, Any]:
-    """In this process, whose cache is empty."""
+    """Measures in this process, whose cache is empty."""
     (model,) = models.find([name], tiny)
     step = functools.partial(train_step, model, OURS)
     shapes = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -1,4 +1,4 @@
-"""What benchmarks of one operation find of a case."""
+"""The figures of a case that all benchmarks of an operation share."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -12,10 +12,8 @@ from jax_splitk.tuning.entry import Entry
 class Measured:
     """One case's figures. Times in microseconds.
 
-    Attributes:
-      case: its `problem()` is what is computed.
-      decision: what computes ours.
-      entry: what the caches have; None where nothing was tuned.
+    Attributes: case: its `problem()` was computed.
+      decision: how our function computes it. entry: the caches' entry; None if nothing was tuned.
     """
 
     case: Any
@@ -23,7 +21,7 @@ class Measured:
     entry: Entry | None
     ours: timing.Timing
 
-    # Properties that stand in a report beside the fields.
+    # Properties that a report has beside the fields.
     FIGURES: ClassVar[tuple[str, ...]] = (
         *("name", "config", "regret", "tuning_seconds", "tflops", "gbytes", "floor_us", "share_of_floor"),
     )
@@ -62,14 +60,14 @@ class Measured:
         return None if self.floor_us is None else self.floor_us / self.ours.us
 
     def as_json(self) -> dict[str, Any]:
-        """Fields and figures."""
+        """The fields and figures as plain data."""
         fields = dataclasses.asdict(dataclasses.replace(self, entry=None))
         decision, _ = fields.pop("decision"), fields.pop("entry")
         fields |= {name: decision[name] for name in ("implementation", "family", "why", "workspace_bytes")}
         return fields | {name: getattr(self, name) for name in self.FIGURES}
 
     def line(self) -> str:
-        """For people, while the benchmark runs."""
+        """A line to print while the benchmark runs."""
         time = f"{self.ours.us:.1f} us ({self.ours.low_us:.1f}..{self.ours.high_us:.1f})"
         rates = f"{report.rate(self.tflops)} TFLOP/s | {report.rate(self.gbytes)} GB/s"
         return f" > {self.name} ({self.decision.implementation}): {time} | {rates}"

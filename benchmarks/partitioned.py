@@ -8,7 +8,7 @@ partitions the batch:
   shard_map  jax_splitk's convolutions, partitioned by hand
   lax        lax's convolutions, batch-sharded arrays, automatic partitioning
 
-All start from the same weights, and their losses belong together. They are timed in turns.
+All start from the same weights, and their losses must agree. They are timed in turns.
 """
 
 import argparse
@@ -43,7 +43,7 @@ AXIS = "data"
 
 
 def train_step(conv: Conv, net: Net, over: str | None, state: Any, x: Any, labels: Any) -> Any:
-    """(state, loss) after one step; `over` is the mesh axis of a shard_map, None where the batch is whole."""
+    """(state, loss) after one step; `over` is the mesh axis of a shard_map, or None outside of one."""
     whole = (lambda value: value) if over is None else functools.partial(lax.pmean, axis_name=over)
 
     def loss(params: Params) -> jax.Array:
@@ -74,7 +74,7 @@ def variants(net: Net, mesh: jax.sharding.Mesh) -> dict[str, Callable[..., Any]]
 
 
 def compiled(fn: Callable[..., Any], state: Any, batch: Any) -> Variant:
-    """The step, compiled; what runs in it, by the log of what was lowered, by its code, and by explain."""
+    """Compiles the step, and lists its kernels from the log of the lowering, from its code, and from explain."""
     explained = jax_splitk.explain(fn, state, *batch)
     start = time.perf_counter()
     with watch.state.watching() as watched:

@@ -3,7 +3,7 @@
 A report of `benchmarks.wgrad`, `conv` or `dot` gives each case's share of the highest rates that the hardware reached,
 ours and XLA's; one of `benchmarks.quantized` time against the number of rows, for each weight; one of
 `benchmarks.models` how many times as fast a step is; one of `benchmarks.profile_step` when each kernel of a step ran. A
-file whose name ends in .md gets the same figures as a Markdown table, one in .txt what pages quote of them.
+file whose name ends in .md gets the same figures as a Markdown table; a .txt file gets the sentences that pages quote.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg [--rows 8]
 """
@@ -33,7 +33,7 @@ COLORS = {"jax_splitk": OURS, "fp8 x fp8": "#c2571a", "bf16": "#4d8f57", "XLA, q
 
 LARGE = TEXT_POINTS + 1  # of titles
 
-# By benchmark: what its cases are, and how a title and the axis name them.
+# For each benchmark, the names of its cases in titles and on the axis.
 NAMES = {
     "wgrad": ("Weight gradients", "N, H=W, C -> K, filter", " (bfloat16 where not said)"),
     "conv": ("Passes of convolutions", "pass N, size, C -> K, filter", " (bfloat16 where not said)"),
@@ -42,17 +42,16 @@ NAMES = {
 
 
 def benchmark(report: dict[str, Any]) -> str:
-    """Which one wrote the report."""
+    """The name of the benchmark that wrote the report."""
     return report.get("benchmark") or ("quantized" if "crossovers" in report else "wgrad")
 
 
 def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first report with the cases of all; of a case that several have, the last one's figures.
-
-    A result's `kernels` counts from 0 how many other versions of the kernels the reports before its own are of.
+    """The first report with the cases of all reports. If several reports have a case, the figures of the last one
+    count. A result's `kernels` is the number of other kernel versions in the reports before its own.
 
     Raises:
-      ValueError: they are of different devices or benchmarks, or of different types.
+      ValueError: the reports are of different devices, benchmarks or types.
     """
     for name, values in (
         ("device_kind", {r["environment"]["device_kind"] for r in reports}),
@@ -95,12 +94,12 @@ def label(case: dict[str, Any]) -> str:
 
 
 def by_gain(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of a report that compares two times, those first that gain most."""
+    """The results of a report that compares two times, largest gain first."""
     return sorted(report["results"], key=ratio, reverse=True)
 
 
 def spread(results: Sequence[_T], most: int | None) -> list[_T]:
-    """At most so many of sorted results, at even distances; the first and the last are among them."""
+    """At most `most` of the sorted results, at even distances, with the first and the last."""
     if most is None or len(results) <= most:
         return list(results)
     return [results[round(i * (len(results) - 1) / (most - 1))] for i in range(most)]
@@ -124,7 +123,7 @@ def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
 def _bars(title: str, rows: Sequence[tuple[str, str]], top: float = 0.75) -> tuple[Figure, Axes]:
     """A figure with a line of text above each row's place for bars: a name on the left, figures on the right.
 
-    `top` is the height above the rows, in rows, for what a legend takes.
+    `top` is the height of the legend above the rows, in rows.
     """
     # A row, its text included, takes 0.4 inches.
     figure = Figure(figsize=(WIDTH_INCHES, 1.1 + 0.4 * (len(rows) + top)), layout="constrained", facecolor="white")
@@ -182,7 +181,7 @@ def xla_table(report: dict[str, Any], most: int | None = None) -> str:
 
 
 def quantized_table(report: dict[str, Any]) -> str:
-    """The figures of the chart in Markdown; stars mark what was measured with other kernels than the first report."""
+    """The figures of the chart in Markdown. Stars mark figures with other kernels than those of the first report."""
     versions = {(result["weight"], result["case"]["rows"]): result.get("kernels", 0) for result in report["results"]}
     found = {
         weight: {label: dict(points) for label, points in lines.items()} for weight, lines in curves(report).items()
@@ -243,7 +242,8 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
 
 
 def models_chart(report: dict[str, Any], most: int | None = None) -> Figure:
-    """Stock JAX's time of a step over ours, with both times; an axis of logarithms, from 1 to both sides."""
+    """Stock JAX's time of a step over ours, with both times. The axis is logarithmic, with bars from 1 to both
+    sides."""
     results = spread(by_gain(report), most)
     kind = report["environment"]["device_kind"]
     title = f"Training steps on one {kind}, stock JAX's time over ours:\n{headline(report['results'])}"
@@ -280,7 +280,7 @@ TABLES |= {"profile_step": timeline.table}
 
 
 def text(report: dict[str, Any]) -> str:
-    """What pages quote of a report."""
+    """The sentences of a report that pages quote."""
     kind = benchmark(report)
     if kind == "quantized":
         return quantized_headline(report) + "\n"
@@ -341,7 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def save(figure: Figure, path: pathlib.Path) -> None:
-    """The same bytes for the same figure: no date, no version, no random ids. Text as paths looks alike everywhere."""
+    """Writes a figure so that the same figure gives the same bytes: no date, no version, no random ids. Text becomes
+    paths, to look alike everywhere."""
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     with mpl.rc_context({"svg.hashsalt": "jax_splitk", "svg.fonttype": "path"}):
         figure.savefig(path, metadata=metadata, dpi=150)

@@ -1,4 +1,4 @@
-"""A profile of a small training step: which kernels run, when, and what they are called. See ../README.md.
+"""Profiles a small training step: which kernels run, when, and under which names. See ../README.md.
 
 python -m benchmarks.profile_step [--json benchmarks/results/profile_step_h200.json] [--tiny]
 """
@@ -25,13 +25,13 @@ from benchmarks.report import say
 INT4, XLA = "int4 product", "XLA"
 PARTS = (FORWARD, INPUT, WEIGHT, INT4, XLA)
 
-# Parts of our names: of the operation, as HLO has it, and of the kernel.
+# Parts of the step, by parts of the operation's name in HLO and of the kernel's name.
 _SCOPES = {"conv_fprop": FORWARD, "conv_dgrad": INPUT, "conv_wgrad": WEIGHT, "quantized_matmul": INT4}
 _KERNELS = {"fprop_": FORWARD, "dgrad_": INPUT, "wgrad_": WEIGHT, "quantized_": INT4}
 _SCOPE = re.compile(r"jax_splitk\.(\w+)")
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name="([^"]*)"', re.MULTILINE)
 
-STEPS = 3  # in the profile, of which the last is kept: the first ones wait for the host
+STEPS = 3  # steps in the profile. Only the last one counts: the first ones wait for the host
 DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -84,24 +84,24 @@ def step(weights: Any, *data: Any) -> tuple[Any, jax.Array]:
 
 
 def op_names(text: str) -> dict[str, str]:
-    """What HLO says of a compiled program's instructions, by their names."""
+    """The `op_name` of each instruction of a compiled program, by the instruction's name."""
     return dict(_INSTRUCTION.findall(text))
 
 
 def scope(op_name: str) -> str | None:
-    """Our operation in HLO's name of an instruction, None where there is none."""
+    """Our operation in an instruction's `op_name`, or None."""
     found = _SCOPE.search(op_name)
     return found[1] if found else None
 
 
 def part_of(kernel: str, op_name: str) -> str:
-    """The part of a step that a kernel computes: by its own name if it is ours, else by the operation's."""
+    """The part of a step that a kernel computes: by the kernel's name if it is ours, else by the operation's name."""
     by_kernel = (part for start, part in _KERNELS.items() if kernel.startswith(start))
     return next(by_kernel, _SCOPES.get(scope(op_name) or "", XLA))
 
 
 def described(launches: Sequence[Launch], names: dict[str, str]) -> list[dict[str, Any]]:
-    """One step's launches as plain data, in the order of their starts; microseconds from the first one's."""
+    """One step's launches as plain data, in the order of their starts. Times are microseconds since the first start."""
     ordered = sorted(launches, key=lambda launch: launch.start)
     return [
         {
@@ -117,7 +117,7 @@ def described(launches: Sequence[Launch], names: dict[str, str]) -> list[dict[st
 
 
 def last_step(launches: Sequence[Launch], steps: int) -> list[Launch]:
-    """The launches of the last of so many equal steps; raises ValueError where they are not equal."""
+    """The launches of the last of `steps` equal steps. Raises ValueError if the steps are not equal."""
     ordered = sorted(launches, key=lambda launch: launch.start)
     each, rest = divmod(len(ordered), steps)
     of_steps = [ordered[i * each : (i + 1) * each] for i in range(steps)]
@@ -128,7 +128,7 @@ def last_step(launches: Sequence[Launch], steps: int) -> list[Launch]:
 
 
 def ours(names: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(HLO's instruction, its op_name) of our operations, each op_name once."""
+    """(instruction, op_name) of our operations, each op_name once."""
     found = {op_name: name for name, op_name in reversed(names.items()) if scope(op_name)}
     return ((name, op_name) for op_name, name in sorted(found.items()))
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE.json", help="write the kernels of one step")
     parser.add_argument("--tiny", action="store_true", help="small arrays, to try it on a CPU")
     options = parser.parse_args(argv)
-    # A graph of kernels does not tell which instruction launched each of them.
+    # A profile does not say which instruction launched a kernel of a CUDA graph.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     weights, *data = operands(**sizes(options.tiny))
     say(str(jax_splitk.explain(step, weights, *data)))

@@ -63,8 +63,8 @@ class ConfigResult:
 class Result(Measured):
     """One case's figures. Times in microseconds.
 
-    `times` has "ours" and whom it is compared with; `error` is ours, relative, against float64; `fp8_product` says
-    whether XLA's fp8 contestant is cuBLASLt's fp8 product (None: it did not take part).
+    The figures of a case. `times` has "ours" and the contestants; `error` is our relative error against float64;
+    `fp8_product` says whether XLA's fp8 contestant is cuBLASLt's fp8 product (None: it did not take part).
     """
 
     times: dict[str, timing.Timing]
@@ -80,7 +80,7 @@ class Result(Measured):
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Their times over ours: above 1 where we are faster."""
+        """The contestants' times over ours: above 1 where we are faster."""
         return {name: found.us / self.ours.us for name, found in self.times.items() if name != "ours"}
 
     @property
@@ -90,7 +90,7 @@ class Result(Measured):
 
 @dataclasses.dataclass
 class Bench:
-    """What the cases of one weight share: its random sets, and XLA's compiled products."""
+    """Shared by the cases of one weight: its random sets, and XLA's compiled products."""
 
     products: dict[str, Product]
     weights: dict[str, list[Arrays]]
@@ -101,7 +101,7 @@ class Bench:
 
     @contextlib.contextmanager
     def noting_failure(self, case: Case, name: str) -> Iterator[None]:
-        """One contestant must not cost the others."""
+        """Records a contestant's failure, so that the others go on."""
         try:
             yield
         except Exception:
@@ -109,7 +109,7 @@ class Bench:
 
 
 def prepare(cases: Sequence[Case], options: argparse.Namespace) -> Bench:
-    """Compiles what the cases of one weight need, in parallel but for ours, and draws the weights."""
+    """Compiles the contestants for the cases of one weight in parallel, except our product, and draws the weights."""
     chosen = contestants.products(cases[0])
     chosen = {name: product for name, product in chosen.items() if name == "ours" or name in options.against}
     bench = Bench(chosen, {}, {}, None, {}, {})
@@ -135,9 +135,8 @@ def prepare(cases: Sequence[Case], options: argparse.Namespace) -> Bench:
 
 
 def compile_device_code(cases: Sequence[Case], families: Sequence[str]) -> None:
-    """Compiles our kernels for all cases in parallel: those that will be chosen, and all configs of `families`.
-
-    Where no cache has a case, it is tuned later, with sources of its own.
+    """Compiles our kernels for all cases in parallel: the chosen ones, and all configs of `families`. Cases that no
+    cache has are tuned later, with sources of their own.
     """
     target = target_for(local_platform())
     plans = [family.plan(case.problem(), config) for case in cases for family, config in configs(case, families, None)]
@@ -146,13 +145,13 @@ def compile_device_code(cases: Sequence[Case], families: Sequence[str]) -> None:
         for family in kernels.families("quantized_matmul", target.platform):
             if isinstance(decision.config, family.Config):
                 plans.append(family.plan(case.problem(), decision.config))
-    # An error comes again, and is recorded, for the case that it belongs to.
+    # The case's own run raises the error again, and records it.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)})
 
 
 def configs(case: Case, families: Sequence[str], most: int | None) -> list[tuple[kernels.Family, Any]]:
-    """The candidates of the families of those names, the ones predicted to be fastest first."""
+    """The candidates of the named families, those that are predicted to be the fastest first."""
     target, problem = target_for(local_platform()), case.problem()
     found = [
         (family.estimate(problem, config, target), family, config)
@@ -171,7 +170,7 @@ def decide(case: Case) -> Decision:
 
 
 def set_count(product: Product, case: Case) -> int:
-    """Weights that together do not fit in the L2."""
+    """How many weights together do not fit in the L2."""
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in product.arguments(case)[1:])
     if case.qtype != "nf4" and FORMATS[case.qtype].bits == 4 and product.name == "xla_quantized":
         size //= 2  # an int4's itemsize is 1
@@ -187,7 +186,7 @@ def run(case: Case, bench: Bench, options: argparse.Namespace) -> Result:
     """Compiles ours, then times and checks one case."""
     ours = bench.products["ours"]
     compiled = {name: bench.compiled[name, case] for name in bench.products if (name, case) in bench.compiled}
-    compiled = {"ours": ours.compile(case)} | compiled  # tunes what no cache has, if tuning is on
+    compiled = {"ours": ours.compile(case)} | compiled  # tunes the problem if no cache has it and tuning is on
     decision = decide(case)
     most = max(map(len, bench.weights.values()))
     xs = {shape: draw_x(shape, most) for shape in {product.x(case) for product in bench.products.values()}}
@@ -244,7 +243,7 @@ def draw_x(shape: jax.ShapeDtypeStruct, count: int) -> list[jax.Array]:
 
 
 def on_sets(function: Callable[..., Any], xs: Sequence[jax.Array], weights: Sequence[Arrays]) -> Callable[[int], Any]:
-    """The function of set i; each contestant has as many weights as go past the L2."""
+    """The function on set i. Each contestant has so many weights that they do not fit in the L2."""
     return lambda i: function(xs[i % len(xs)], *weights[i % len(weights)])
 
 
@@ -290,7 +289,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def crossovers(results: Sequence[Result]) -> dict[str, dict[str, float | None]]:
-    """By weight and contestant: the rows from which on we are slower, None for no such number in the run."""
+    """For each weight and contestant, the number of rows from which on we are slower; None if we never are."""
     found: dict[str, dict[str, float | None]] = {}
     for weight in dict.fromkeys(result.case.weight for result in results):
         rows = [result for result in results if result.case.weight == weight]
@@ -406,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 results.append(run(case, bench, options))
                 say(perf_line(results[-1]))
-            except Exception as problem:  # one case must not cost the others
+            except Exception as problem:  # continue with the other cases
                 failures[case.name] = traceback.format_exc()
                 say(report.failed_line(case.name, problem))
             if options.json:  # after every case, so that a run that is cut short loses nothing

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 
-# [features, k]: Llama 70B's feed-forward layer, a square one, and its part on 8 GPUs (the case that CUTLASS's users
-# complain about).
+# [features, k]: Llama 70B's feed-forward layer, a square weight, and the layer's part on one of 8 GPUs.
 WEIGHTS = ((28672, 8192), (8192, 8192), (3584, 8192))
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 QUICK_ROWS = 64
 QUICK_DIVISOR = 16
-# Whom charts and tables compare with, and the contestants whose fastest each is.
+# The columns of charts and tables, and the contestants among which each shows the fastest.
 FASTEST = {
     "jax_splitk": ("ours",),
     "fp8 x fp8": ("xla_fp8", "torch_fp8"),
@@ -25,7 +24,7 @@ FASTEST = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """x [rows, k] times a packed weight [k, features]; `group_size` None is per channel."""
+    """x [rows, k] times a packed weight [k, features]; `group_size` None means scales per channel."""
 
     features: int
     k: int
@@ -72,13 +71,13 @@ def select(
     qtype: str = "int4",
     group_size: int | None = 64,
 ) -> list[Case]:
-    """The cases, weight by weight; all of `WEIGHTS` and `ROWS` for none given.
+    """The cases, weight by weight; all of `WEIGHTS` and `ROWS` by default.
 
     Args:
-      weights: "FEATURESxK", also others than those of `WEIGHTS`.
+      weights: "FEATURESxK" of any size.
 
     Raises:
-      ValueError: what is no such weight, a format or a group size that does not exist or divide k.
+      ValueError: a weight of another form, an unknown format, or a group size that does not exist or does not divide k.
     """
     sides = [_sides(text) for text in weights] or list(WEIGHTS)
     if qtype not in FORMATS:
@@ -100,7 +99,7 @@ def _sides(text: str) -> tuple[int, int]:
 
 
 def crossover(points: Iterable[tuple[int, float, float]]) -> float | None:
-    """The number of rows from which on we are slower, by a straight line between logarithms; None if never.
+    """The number of rows from which on we are slower, interpolated between logarithms; None if never.
 
     Args:
       points: (rows, our time, the other's time).

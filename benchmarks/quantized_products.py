@@ -19,18 +19,16 @@ from jax_splitk.quantized.formats import FORMATS, NF4
 
 Arrays = tuple[jax.Array, ...]
 FP8 = "float8_e4m3fn"
-FP8_ROWS = 16  # cuBLASLt's fp8 products take multiples of 16
+FP8_ROWS = 16  # rows of cuBLASLt's fp8 products are multiples of 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One contestant.
 
-    Attributes:
-      x_dtype: of its activation.
-      row_multiple: its activation has so many rows or a multiple.
-      weight: of (case, key), random arrays that make up one weight; traced.
-      multiply: of (case, x, *weight), the product; traced.
+    Attributes: x_dtype: dtype of its activation.
+      row_multiple: its activation's rows are a multiple of this. weight: maps (case, key) to the random arrays of one
+      weight; traced. multiply: maps (case, x, *weight) to the product; traced.
     """
 
     name: str
@@ -44,7 +42,7 @@ class Product:
         return jax.ShapeDtypeStruct((rows, case.k), jnp.dtype(self.x_dtype))
 
     def arguments(self, case: Case) -> tuple[Any, ...]:
-        """Shapes and dtypes of what `multiply` takes after the case."""
+        """Shapes and dtypes of the arguments of `multiply` after the case."""
         return self.x(case), *jax.eval_shape(functools.partial(self.weight, case), jax.random.key(0))
 
     def compile(self, case: Case) -> Any:
@@ -68,7 +66,8 @@ def packed(case: Case, words: jax.Array, scale: jax.Array) -> PackedWeight:
 
 
 def _packed_weight(case: Case, key: jax.Array) -> Arrays:
-    # Drawn as packed: quantizing and packing a float weight would take longer than all measurements.
+    # The packed weight is drawn directly: quantizing and packing a float weight would take longer than all
+    # measurements.
     one_row = dataclasses.replace(case, rows=1).problem()
     words, scale = (jax.ShapeDtypeStruct(*array) for array in one_row.operand_types[1:])
     bits = jax.random.bits(key, words.shape, words.dtype)
@@ -94,7 +93,7 @@ def _stored_weight(case: Case, key: jax.Array) -> Arrays:
 
 
 def _xla_quantized(case: Case, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """As one writes it in JAX."""
+    """The product as a user of JAX writes it."""
     dtype = jnp.dtype(case.out_dtype)
     values = jnp.take(jnp.asarray(NF4, dtype), w.astype(jnp.int32)) if case.qtype == "nf4" else w.astype(dtype)
     groups = values.reshape(-1, case.group, case.features) * scale.astype(dtype)[:, None]
@@ -106,13 +105,13 @@ def _float_weight(case: Case, key: jax.Array) -> Arrays:
 
 
 def _fp8_weight(case: Case, key: jax.Array) -> Arrays:
-    """[features, k], as cuBLASLt wants it, and the two scales."""
+    """The weight [features, k], in cuBLASLt's order, and the two scales."""
     w = jax.random.normal(key, (case.features, case.k), jnp.bfloat16).astype(FP8)
     return w, jnp.float32(0.5), jnp.float32(0.25)
 
 
 def _xla_fp8(case: Case, x: jax.Array, w: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
-    """A product of e4m3 operands, scaled afterwards: XLA takes cuBLASLt's fp8 product for it."""
+    """A product of e4m3 operands, scaled afterwards: XLA turns this into cuBLASLt's fp8 product."""
     out = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return (out * (x_scale * w_scale)).astype(jnp.bfloat16)
 
@@ -126,7 +125,7 @@ def is_fp8_product(compiled: Any) -> bool:
 
 
 class _Launched:
-    """A result of PyTorch that `jax.block_until_ready` waits for."""
+    """A result of PyTorch for which `jax.block_until_ready` waits."""
 
     def __init__(self, torch: Any):
         self._torch = torch

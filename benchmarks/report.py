@@ -1,4 +1,4 @@
-"""What the benchmarks' reports share: the environment, limits of an H200, Markdown tables and JSON files."""
+"""Shared by the benchmarks' reports: the environment, limits of an H200, Markdown tables and JSON files."""
 
 import argparse
 import contextlib
@@ -43,8 +43,7 @@ def on_gpu() -> bool:
 
 
 def floor_us(problem: Problem) -> float | None:
-    """What a problem takes on an H200 at the rates that large products and copies reach there, microseconds; None on
-    other devices."""
+    """Microseconds of a problem on an H200 at the rates of large products and copies; None on other devices."""
     if "H200" not in jax.devices()[0].device_kind:
         return None
     flops = H200_FLOPS * (2 if getattr(problem, "x_dtype", "") == E4M3 else 1)
@@ -52,7 +51,7 @@ def floor_us(problem: Problem) -> float | None:
 
 
 def tuning_entry(problem: Problem) -> Entry | None:
-    """What the caches have for the problem."""
+    """The caches' entry for the problem."""
     found = store.lookup(key_for(problem, target_for(local_platform())))
     return None if found is None else found[0]
 
@@ -69,7 +68,7 @@ def temp_bytes(compiled: Any) -> int:
 
 
 def add_quick_and_json(parser: argparse.ArgumentParser, quick: str) -> None:
-    """Two arguments; `quick` is what the first does."""
+    """Two arguments; Adds --quick and --json. `quick` is the help text of --quick."""
     default, about = not on_gpu(), f"{quick}; the default on the CPU"
     parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=default, help=about)
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
@@ -112,7 +111,7 @@ def regret_line(results: Sequence[Any]) -> str:
 
 
 def failed_line(name: str, error: Exception) -> str:
-    """Of a case that raised."""
+    """The line of a case that raised an error."""
     return f" > {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
@@ -135,7 +134,7 @@ def write(path: pathlib.Path, report: Mapping[str, Any]) -> None:
 
 @functools.cache
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The machine and the versions on which the figures depend."""
     device = jax.devices()[0]
     wanted = ("jax", "jaxlib", "nvidia-", "numpy", "scipy")
     packages = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}

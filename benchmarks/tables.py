@@ -1,10 +1,9 @@
-"""Makes the tables that ship with the package from what was tuned.
+"""Makes the tables that ship with the package from tuned entries.
 
 python -m benchmarks.tables SOURCE [SOURCE ...]
 
 A SOURCE is a cache folder, a file with the text of TuningResult.dumps, or a report of benchmarks.dot. Its entries
-replace a table's rows of the same problem; the other rows stay, unless they hold no longer because a family's ABI has
-changed.
+replace a table's rows of the same problem; the other rows stay, except those of families whose ABI has changed.
 """
 
 import argparse
@@ -64,7 +63,7 @@ def _defaults(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def versions_of(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Of the newest entry."""
+    """The versions in the newest entry."""
     newest = max(entries, key=stored.date)
     return {name: newest.metadata.get(name) for name in VERSIONS}
 
@@ -87,7 +86,7 @@ def update(entries: Iterable[Entry]) -> list[pathlib.Path]:
 
 
 def _read(source: str) -> list[stored.Stored]:
-    """What a source holds, which is checked as what is read from a cache."""
+    """The entries of a source, checked like those of a cache."""
     path = pathlib.Path(source)
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         text = json.dumps(json.loads(path.read_text())["tuning"])

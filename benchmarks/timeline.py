@@ -13,13 +13,13 @@ COLORS = {
     "int4 product": "#7b4fa3",
     "XLA": "#b9bec6",
 }
-# As wide as text of this size is legible: 9 pixels high where the chart is 400 pixels wide.
+# A width at which the text is legible: 9 pixels high if the chart is 400 pixels wide.
 WIDTH_INCHES, TEXT_POINTS = 6.0, 10
 
 
 def rows(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The kernels of the step by the row that they are shown in: one for each of our kernels' names, one for each part
-    of the step that XLA computes."""
+    """The kernels of the step by the row that shows them: one for each of our kernels' names, one for each part of the
+    step that XLA computes."""
     (result,) = report["results"]
     found: dict[str, list[dict[str, Any]]] = {}
     for kernel in result["launches"]:
@@ -58,7 +58,7 @@ def timeline(report: dict[str, Any]) -> Figure:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The same kernels in Markdown, with what HLO calls the operation."""
+    """The same kernels in Markdown, with the operation's name in HLO."""
     lines = ["| kernel | part | start us | us | op_name |", "|---|---|---|---|---|"]
     for kernel in report["results"][0]["launches"]:
         times = f"{kernel['start_us']:.1f} | {kernel['us']:.1f}"

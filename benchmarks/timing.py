@@ -1,7 +1,7 @@
 """Time of compiled functions: device time from JAX's profiler on a GPU, wall-clock time elsewhere.
 
-The functions are timed in turns (A B A B ...), so that a drifting clock hits all of them, over several sets
-of random inputs that together do not fit in the last-level cache.
+The functions are timed in turns (A B A B ...), so that a drifting clock affects all of them, over several sets of
+random inputs that together do not fit in the last-level cache.
 """
 
 import collections
@@ -24,7 +24,7 @@ InputSets = Sequence[tuple[jax.Array, ...]]
 MAX_INPUT_SETS = 16
 MIN_INPUT_BYTES = 256 * 2**20  # an H200's L2 holds 50 MiB
 TARGET_ROUND_SECONDS = 0.02
-LONG_SECONDS = 1.0  # a call that takes longer is not repeated for its own sake
+LONG_SECONDS = 1.0  # a longer call needs no repetition within a turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Round:
     Attributes:
       us: from the profiler the time in which at least one kernel of the call ran: kernels that overlap (programmatic
         dependent launch) are not counted twice, gaps between kernels are not counted.
-      summed_us: the sum of the kernels' durations; `us` where kernels do not overlap.
+      summed_us: the sum of the kernels' durations; equal to `us` if kernels do not overlap.
       kernels: the part of each kernel in the sum, by name.
       launches: how often a call launches each kernel (memsets and copies too), by name; empty by the wall clock.
     """
@@ -47,7 +47,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Timing(Round):
-    """The medians over rounds.
+    """Medians over rounds.
 
     Attributes:
       low_us, high_us: the fastest and the slowest round.
@@ -64,7 +64,7 @@ class Timing(Round):
 
 @dataclasses.dataclass(frozen=True)
 class _Turn:
-    """What a function does when it is its turn."""
+    """The work of a function in its turn."""
 
     name: str
     function: Function
@@ -102,8 +102,8 @@ def compare(
       functions: by name, functions compiled ahead of time (`jax.jit(f).lower(...).compile()`).
       input_sets: argument tuples, used in rotation.
       rounds: how often every function gets its turn; at least 1. One turn if a call takes over a second.
-      calls: calls in a turn; None for about 20 ms of them, for each function: 10 to 200 on a GPU, 3 to 200
-        elsewhere, 1 if a call takes over a second.
+      calls: calls in a turn; None for about 20 ms of them, for each function: 10 to 200 on a GPU, 3 to 200 elsewhere, 1
+        if a call takes over a second.
 
     Returns:
       A `Timing` for each function. If the profiler shows no kernels, all of them are timed by the wall clock.
@@ -141,7 +141,7 @@ def _calls_in_a_turn(seconds: float, least: int) -> int:
 def _take_turns(
     turns: Sequence[_Turn], rounds: int, measure: Callable[[_Turn], Round | None], source: str
 ) -> dict[str, Timing] | None:
-    """Every turn in every round; None if a turn could not be measured this way."""
+    """Runs every turn in every round; None if a turn could not be measured this way."""
     found: dict[str, list[Round]] = {turn.name: [] for turn in turns}
     for _ in range(rounds):
         for turn in turns:
@@ -183,7 +183,7 @@ def _warm_up(function: Function, input_sets: InputSets) -> float:
 
 
 def _queue(turn: _Turn, calls: int) -> None:
-    """Runs back to back and waits for the end; on one GPU, the last call's end is everybody's."""
+    """Runs back to back and waits for the end; on one GPU the last call ends last."""
     result = None
     for i in range(calls):
         result = turn.function(*turn.input_sets[i % len(turn.input_sets)])
@@ -220,7 +220,7 @@ def _device_round(turn: _Turn) -> Round | None:
     for name, start, end in kernels:
         totals[name] += end - start
     busy = profile.busy_time((start, end) for _, start, end in kernels)
-    scale = 1e-3 / turn.calls  # nanoseconds in all to microseconds a call
+    scale = 1e-3 / turn.calls  # total nanoseconds to microseconds a call
     breakdown = {name: ns * scale for name, ns in totals.items()}
     counts = collections.Counter(name for name, _, _ in kernels)
     launches = {name: count / turn.calls for name, count in counts.items()}

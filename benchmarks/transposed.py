@@ -26,13 +26,13 @@ PASSES = ("forward", "input gradient", "weight gradient")
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-    """NDHWC and DHWIO; the output is STRIDE times as large."""
+    """The layer in NDHWC and DHWIO; its output is STRIDE times as large as its input."""
     side, numbers = KERNEL - STRIDE, ("NDHWC", "DHWIO", "NDHWC")
     return jax_splitk.conv_general_dilated(x, w, (1,) * 3, [(side, side)] * 3, (STRIDE,) * 3, dimension_numbers=numbers)
 
 
 def ours(shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, timing.Timing]:
-    """By pass; `shapes` of input, weight and output."""
+    """By pass; Our times. `shapes`: of input, weight and output."""
     passes: dict[str, Callable[..., Any]] = {
         "forward": lambda x, w, g: layer(x, w),
         "input gradient": lambda x, w, g: jax.vjp(lambda x: layer(x, w), x)[1](g),
@@ -45,7 +45,7 @@ def ours(shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, timing.Tim
 
 
 def installed_torch() -> Any:
-    """The module; None where it is not installed."""
+    """The module; PyTorch, or None if it is not installed."""
     try:
         return importlib.import_module("torch")
     except ImportError:

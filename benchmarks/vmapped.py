@@ -1,5 +1,5 @@
-"""The gradients of a convolution of single images under `jax.vmap`, against those of the batch. See README.md beside
-this file.
+"""Compares gradients of a convolution of single images under `jax.vmap` with those of a convolution of the batch. See
+README.md beside this file.
 
 python -m benchmarks.vmapped [--json FILE]
 """
@@ -30,7 +30,7 @@ def of_batch(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def of_each(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Equinox's idiom: the model is of one image."""
+    """A model of one image under vmap, as in Equinox."""
     return jax.vmap(lambda image: _layer(image[None], w)[0])(x)
 
 

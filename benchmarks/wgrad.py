@@ -24,7 +24,7 @@ from jax_splitk.tuning.options import Implementation
 
 QUICK_CPU_FLOPS = 2e9
 QUICK_CPU_GROUPED_FLOPS = 2e8  # XLA:CPU takes seconds for more
-CHANNELS = 4  # of input and output, of which all weights are computed in float64
+CHANNELS = 4  # input and output channels whose weights are compared with float64
 
 
 class Result(against_xla.Result):
@@ -34,7 +34,7 @@ class Result(against_xla.Result):
 
     @property
     def share_of_measured(self) -> float | None:
-        """Of the rate of a matrix product or a copy in the same run, whichever bounds the problem."""
+        """Share of the rate that a matrix product or a copy reached in the same run, whichever bounds the problem."""
         found, problem = ceilings.measured(), self.case.problem()
         return None if found is None else found.share(problem.flops, problem.bytes_moved, self.ours.us)
 

@@ -27,7 +27,8 @@ TUNING_SECONDS = 1
 # (input channels, output channels, stride) of the 3x3 convolutions; the last one leaves 4x4 pixels.
 LAYERS = ((1, 32, 1), (32, 64, 2), (64, 64, 1))
 
-# By name in the notation of docs/results.md: images, height and width, channels in and out, taps, stride, groups.
+# Convolutions by name, in the notation of docs/results.md: images, height and width, channels in and out, taps, stride,
+# groups.
 COMPARED = {
     "64, 8, 32 -> 64, 3x3 stride 2": (64, 8, 32, 64, 3, 2, 1),
     "64, 4, 64 -> 64, 3x3": (64, 4, 64, 64, 3, 1, 1),
@@ -52,10 +53,8 @@ def split_conv(x, w, stride, implementation=None):
 
 
 def lax_conv(x, w, stride):
-    """What it is compared with: lax, computing in float32 on operands rounded to bfloat16 as ours are.
-
-    The same rounding on both sides, because rounding alone moves the gradients of this network by 5 percent
-    from those of a network in float32 throughout, with lax's own bfloat16 convolutions as much as with these.
+    """The convolution for comparison: lax in float32, on operands that are rounded to bfloat16 like ours. Both sides
+    must round alike, because rounding alone changes the gradients of this network by 5 percent.
     """
     round_to_bfloat16 = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
     x, w = round_to_bfloat16(x), round_to_bfloat16(w)
@@ -100,7 +99,7 @@ def adam(params, grads, state):
 
 
 def train_step(loss):
-    """The compiled step of Adam on `loss(params, images, labels)`: also the loss, last."""
+    """The compiled step of Adam on `loss(params, images, labels)`: it also returns the loss, last."""
 
     @jax.jit
     def step(params, state, images, labels):
@@ -117,7 +116,7 @@ def start(params):
 
 
 def train(step, params, images, labels, epochs, description="training"):
-    """The parameters after epochs of random batches."""
+    """Trains for some epochs of random batches, and returns the parameters."""
     state, value, rng = start(params), jnp.nan, np.random.default_rng(1)
     progress = trange(epochs, desc=description, unit="epoch")
     for _ in progress:
@@ -145,7 +144,7 @@ def load(seed=0, test_images=360):
 
 
 def disagreement(params, images, labels, conv):
-    """||ours - lax's|| / ||lax's|| of each convolution's weight gradient, same parameters and batch."""
+    """||ours - lax's|| / ||lax's|| of each convolution's weight gradient, with the same parameters and batch."""
     ours = jax.jit(jax.grad(lambda p: loss(p, images, labels, conv)))(params)
     reference = jax.jit(jax.grad(lambda p: loss(p, images, labels, lax_conv)))(params)
     return {
@@ -156,9 +155,8 @@ def disagreement(params, images, labels, conv):
 
 
 def measured(function, *args, implementation=None):
-    """What jax_splitk chooses for the function, after its operations were measured beside XLA's: all of them differ.
-
-    What was measured is in the user's cache, where everything that is lowered later finds it."""
+    """Measures the function's operations against XLA's, and returns jax_splitk's choices. The user's cache keeps them
+    for later lowerings."""
     if implementation is None:
         jax_splitk.tune(function, *args, seconds=TUNING_SECONDS)
     return jax_splitk.explain(function, *args)

@@ -1,6 +1,6 @@
-"""Equinox: float32 weight gradients from bfloat16 convolutions of a model that is written for one image.
+"""Equinox: float32 weight gradients from bfloat16 convolutions, for a model that is written for one image.
 
-`eqx.nn.Conv2d` calls lax by itself; `jax_splitk.intercept` routes that to us, under vmap as well.
+`eqx.nn.Conv2d` calls lax by itself; `jax_splitk.intercept` routes these calls to jax_splitk, also under vmap.
 
     python examples/equinox_vmap.py
 """

@@ -1,6 +1,6 @@
-"""Flax linen: float32 weight gradients from bfloat16 convolutions, by the argument that `nn.Conv` has for it.
-
-`nn.ConvTranspose` has none: for a model that has some, decorate the loss with `jax_splitk.intercept`, as haiku_net.py.
+"""Flax linen: float32 weight gradients from bfloat16 convolutions, through an argument of `nn.Conv`. `nn.ConvTranspose`
+has no such argument: in a model with transposed convolutions, decorate the loss with `jax_splitk.intercept`, as
+haiku_net.py does.
 
     python examples/flax_linen.py
 """
@@ -17,7 +17,7 @@ from jax import numpy as jnp
 import jax_splitk
 
 # The parameters stay float32, as does the layer's dtype: a layer of dtype bfloat16 would round them, and their
-# gradients, before we see them.
+# gradients, before jax_splitk sees them.
 conv = functools.partial(jax_splitk.conv_general_dilated, compute_dtype=jnp.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Flax nnx: float32 weight gradients from bfloat16 convolutions, by the argument that `nnx.Conv` has for it.
+"""Flax nnx: float32 weight gradients from bfloat16 convolutions, through an argument of `nnx.Conv`.
 
 python examples/flax_nnx.py
 """
@@ -14,7 +14,7 @@ from jax import numpy as jnp
 import jax_splitk
 
 # The parameters stay float32, as does the layer's dtype: a layer of dtype bfloat16 would round them, and their
-# gradients, before we see them.
+# gradients, before jax_splitk sees them.
 conv = functools.partial(jax_splitk.conv_general_dilated, compute_dtype=jnp.bfloat16)
 
 

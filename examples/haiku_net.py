@@ -1,7 +1,7 @@
 """Haiku: float32 weight gradients from bfloat16 convolutions.
 
-`hk.Conv2D` calls lax by itself; `jax_splitk.intercept` routes that to us. So it does for hk.Conv2DTranspose, and for
-Flax's ConvTranspose.
+`hk.Conv2D` calls lax by itself; `jax_splitk.intercept` routes these calls to jax_splitk. The same works for
+hk.Conv2DTranspose, and for Flax's ConvTranspose.
 
     python examples/haiku_net.py
 """

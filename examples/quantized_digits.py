@@ -34,7 +34,7 @@ def init(key):
 
 
 def init_adapters(key):
-    """Products a @ b to add to each weight; they start at zero."""
+    """Random a and zero b for each weight, to which the product a @ b is added."""
     keys = jax.random.split(key, len(WIDTHS) - 1)
     return [
         {"a": jax.random.normal(key, (k, RANK)) / np.sqrt(k), "b": jnp.zeros((RANK, features))}
@@ -43,7 +43,7 @@ def init_adapters(key):
 
 
 def mlp(layers, x, dense):
-    """Logits; `dense(layer, x)` is the product with a layer's weight."""
+    """Logits; A multilayer perceptron. `dense(layer, x)` computes the product with a layer's weight."""
     for i, layer in enumerate(layers):
         x = dense(layer, x) + layer["b"]
         x = jax.nn.relu(x) if i < len(layers) - 1 else x
@@ -55,7 +55,8 @@ def float_dense(layer, x):
 
 
 def quantized_dense(layer, x):
-    """float32 in and out, bfloat16 activations and int4 weights between; the adapter, if there is one, on top."""
+    """A dense layer with an int4 weight and bfloat16 activations, float32 in and out. Adds the adapter, if there is
+    one."""
     out = quantized_matmul(x.astype(jnp.bfloat16), layer["w"], preferred_element_type=jnp.float32)
     return out + (x @ layer["adapter"]["a"]) @ layer["adapter"]["b"] if "adapter" in layer else out
 
@@ -96,7 +97,7 @@ def accuracy(logits, labels):
 
 
 def nbytes(layers):
-    """Of the weights (and their scales), without the biases."""
+    """Bytes of the weights and their scales, without the biases."""
     return sum(leaf.nbytes for layer in layers for leaf in jax.tree.leaves(layer["w"]))
 
 

@@ -1,4 +1,4 @@
-"""What the examples of frameworks share: two steps of gradient descent, with jax_splitk and without."""
+"""Shared by the frameworks' examples: two steps of gradient descent, with jax_splitk and without."""
 
 import sys
 
@@ -8,7 +8,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 
-# Of a loss, relative. Stock arithmetic rounds each weight gradient, and more besides, to bfloat16's 8 bits.
+# Relative tolerance of a loss. Stock arithmetic rounds each weight gradient, and other values, to bfloat16's 8 bits.
 TOLERANCE = 1e-2
 LEARNING_RATE = 0.1
 
@@ -39,15 +39,14 @@ def train(loss, params):
 
 
 def filters_are_rounded(grads):
-    """Whether every gradient of a convolution's weight is one that bfloat16 holds."""
+    """Whether bfloat16 holds every gradient of a convolution's weight exactly."""
     filters = [x for x in jax.tree.leaves(grads) if x.ndim == 4]
     return all(bool((x == x.astype(jnp.bfloat16)).all()) for x in filters)
 
 
 def compare(logits, stock, params):
-    """Trains both functions of (params, images), from the same float32 params; exits with an error where they part.
-
-    `stock` is the framework's usual bfloat16: it is given parameters and images of this type.
+    """Trains both functions of (params, images), from the same float32 params; exits with an error if their losses
+    differ. `stock` is the framework's usual bfloat16 network, and gets parameters and images in bfloat16.
     """
 
     def loss(params):

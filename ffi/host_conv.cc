@@ -1,6 +1,5 @@
-// The host convolution: out[p, f] = sum over m of im2col(lhs)[p, m] * weight[m, f], where p is an output
-// pixel and m is (filter tap, input channel of the group). The gradient of an input is one, whose weight is
-// mirrored.
+// The host convolution: out[p, f] = sum over m of im2col(lhs)[p, m] * weight[m, f], where p is an output pixel and m is
+// (filter tap, input channel of the group). An input gradient is such a convolution with a mirrored weight.
 
 #include <algorithm>
 #include <cstdint>
@@ -50,7 +49,7 @@ struct Forward : ConvolutionProduct {
     return {chunk, depth, 1};
   }
 
-  // Input pixel that an output pixel meets at a filter tap; -1 for padding and holes.
+  // The input pixel that an output pixel reads at a filter tap; -1 for padding and holes.
   int64_t Source(int64_t pixel, int64_t tap) const {
     const int64_t kw = tap % geo.kernel[2], kh = tap / geo.kernel[2] % geo.kernel[1];
     const int64_t line = pixel / geo.out[2], image = line / geo.out[1], n = image / geo.out[0];

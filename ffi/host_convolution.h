@@ -1,4 +1,4 @@
-// Convolutions for the handlers of the host: their geometry, and what a buffer has for it.
+// Convolutions in the CPU handlers: their geometry, and checks of their buffers.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,14 @@ using Floats = ffi::Buffer<ffi::F32>;
 
 constexpr int64_t kMinBlock = 8, kMaxBlock = 4096;
 
-// A convolution with three spatial dimensions, leading ones of size 1: the attribute `geometry`, in its
-// order. Numbers lie below 2^31, so that no product of two of them overflows.
+// A convolution with three spatial dimensions, leading ones of size 1: the attribute `geometry`, in its order. Numbers
+// are below 2^31, so that no product of two numbers overflows.
 struct Geometry {
   int64_t batch, in_channels, out_channels, in[3], out[3], kernel[3];  // at least 0
   int64_t groups, stride[3], lhs_dilation[3], rhs_dilation[3];         // at least 1
   int64_t pad_low[3];
 
-  // Input coordinate that output position `at` meets at filter tap `tap`, or -1 if it meets padding or a
-  // hole.
+  // The input coordinate that output position `at` reads at filter tap `tap`; -1 for padding or a hole.
   int64_t Source(int dim, int64_t at, int64_t tap) const {
     const int64_t dilated = at * stride[dim] - pad_low[dim] + tap * rhs_dilation[dim];
     if (dilated < 0 || (lhs_dilation[dim] != 1 && dilated % lhs_dilation[dim] != 0)) return -1;
@@ -36,13 +35,13 @@ constexpr size_t kFirstPositive = 12, kFirstPad = 22, kNumbers = 25;
 static_assert(sizeof(Geometry) == kNumbers * sizeof(int64_t));
 constexpr int64_t kLargest = 2147483647;
 
-// Of so few floats that a call of memcpy would take longer.
+// Copies few floats, for which a call of memcpy would take longer.
 JAX_SPLITK_INLINE void CopyFew(const float* from, int64_t count, float* to) {
   for (; count >= 8; count -= 8, from += 8, to += 8) std::memcpy(to, from, 32);
   for (; count > 0; --count) *to++ = *from++;
 }
 
-// The product of the sizes, -1 where it overflows.
+// The product of the sizes; -1 if it overflows.
 inline int64_t Volume(std::initializer_list<int64_t> sizes) {
   int64_t volume = 1;
   for (int64_t size : sizes)
@@ -71,7 +70,7 @@ inline std::string GeometryRefusal(const Geometry& geo, Floats lhs, Floats g, Fl
               List(weight.dimensions()), " are not of the geometry's sizes");
 }
 
-// Reads the attribute `geometry`, or says what is wrong with it, or with `block`; empty where nothing is.
+// Reads the attribute `geometry`. Returns what is wrong with it or with `block`; empty if both are right.
 inline std::string SetGeometry(Geometry* geo, ffi::Span<const int64_t> given, int64_t block, Floats lhs,
                                Floats g, Floats weight) {
   if (given.size() != kNumbers) return Text("geometry has ", given.size(), " numbers, expected ", kNumbers);
@@ -81,14 +80,13 @@ inline std::string SetGeometry(Geometry* geo, ffi::Span<const int64_t> given, in
   return Text("block = ", block, " must lie within ", kMinBlock, "..", kMaxBlock);
 }
 
-// Of a pass that reads the convolution's input and another array: the weight, or g.
+// Checks the buffers of a pass that reads the convolution's input and another array: the weight, or g.
 struct ConvolutionProduct : Product {
   Geometry geo;
   const float *lhs, *other;
 };
 
-// Computes a convolution's product, unless `why` says what is wrong with it: `splits` parts, `block` of k at
-// a time.
+// Computes a convolution's product in `splits` parts, `block` of k at a time. If `why` is not empty, it is the error.
 template <typename Call>
 ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& pool, Call* call, Floats lhs,
                           Floats other, int64_t splits, int64_t block, ffi::Result<Floats> out,
@@ -106,7 +104,7 @@ ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& po
   return ffi::Error::Success();
 }
 
-// What a handler takes: two operands, result and workspace, and an attribute of its own among the others.
+// The binding of a handler: two operands, result, workspace, and the common attributes with one of its own.
 inline auto ConvolutionBinding(const char* own) {
   auto buffers = ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Ret<Floats>();
   auto all = std::move(buffers).Ret<ffi::Buffer<ffi::U8>>().Attr<ffi::Span<const int64_t>>("geometry");

@@ -1,14 +1,14 @@
-// Split products on XLA's threads, for every operation: out[row, column] = sum over k of a[row, k] b[k,
-// column] in float32, for each group, which has columns of its own. An operation says how to load a and b.
+// Split products on XLA's threads, for every operation: out[row, column] = sum over k of a[row, k] b[k, column] in
+// float32, for each group. Each group has columns of its own. An operation defines how to load a and b.
 //
-// A task is (split of k, block of rows, tile of columns). It adds in its thread's slot of the workspace,
-// along its split. Sums of several splits go to partial results in the workspace, which a second parallel
-// phase adds in split order. What is added in which order depends on the operation and `splits` only, never
-// on how many threads there are or which of them ran what, so results are bitwise repeatable.
+// A task is (split of k, block of rows, tile of columns). A task adds along its split, in its thread's slot of the
+// workspace. With several splits, tasks write partial results to the workspace, and a second parallel phase adds them
+// in the order of the splits. The order of additions depends only on the operation and `splits`, never on the threads,
+// so results are bitwise repeatable.
 //
-// One float32 cannot hold a long sum: beyond 2^24 it no longer grows by ones. So a long split is summed in
-// runs of kRun products, and the runs' sums are added with what their additions round away (`Total`), as are
-// the partial results. The error of a sum then is that of a run, however long the sum is.
+// One float32 cannot hold a long sum: beyond 2^24 it no longer grows by ones. So a long split is summed in runs of kRun
+// products. The sums of runs, and the partial results, are added with compensation for rounding (`Total`). The error of
+// a sum is then that of one run, however long the sum is.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@
 
 namespace jax_splitk {
 
-// Of the workspace formula; jax_splitk/kernels/host.py has the same.
+// Constants of the workspace formula; jax_splitk/kernels/host.py has the same.
 constexpr int64_t kAlign = 64;     // bytes
 constexpr int64_t kMaxSlots = 64;  // most threads that work on one call
 constexpr int64_t kMaxSplits = 256;
@@ -30,7 +30,7 @@ constexpr int64_t kChunk = 24;  // rows of a that are loaded at a time
 
 constexpr int64_t kRowsAtOnce = 6;         // in registers
 constexpr int64_t kSumChunk = 16384;       // elements of the result per task of the second phase
-constexpr int64_t kSerialFlops = 1000000;  // below this, waking a thread costs more than it brings
+constexpr int64_t kSerialFlops = 1000000;  // with less work, waking a thread costs more than it gains
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -40,12 +40,12 @@ struct Rows {
   int64_t row_stride, k_stride;
 };
 
-// What of a row's sums is the result's, and of which row.
+// The part of a row's sums that belongs to the result, and the result's row.
 struct Kept {
   int64_t row, column, columns;
 };
 
-// What a task computes: so many rows of a from `row` on and columns of b from `column` on, both of a group,
+// The work of a task: `rows` rows of a from `row` on and `columns` columns of b from `column` on, both of a group,
 // summed over k from `begin` to `end`. `to` is where its columns of row 0 belong; those of row i, as Keep has
 // it, lie i * stride floats further on.
 struct Piece {
@@ -54,22 +54,22 @@ struct Piece {
   int64_t stride;
 };
 
-// What is multiplied and how the work is cut. An operation derives from it and has, both const,
+// The product and its division into tasks. An operation derives from it and has, both const,
 //   void LoadTile(group, column, columns, k, depth, float* tile):
 //     fills tile[depth][kTileColumns] with b from (k, column of the group) on;
 //   Rows LoadRows(group, row, rows, k, depth, float* chunk):
-//     says where a lies from (row, k) on, maybe in chunk[depth][kChunk], which it has filled.
+//     returns where a lies from (row, k) on. This may be chunk[depth][kChunk], which LoadRows then fills.
 // It may have a Keep and a PieceOf of its own.
 struct Product {
-  int64_t rows, k, columns, groups;  // of each group: rows of a, columns of b
-  int64_t span;  // 1, or as many parts of a group's rows and columns, which meet only their own kind
+  int64_t rows, k, columns, groups;  // rows of a and columns of b in each group
+  int64_t span;  // parts of a group's rows and columns; rows multiply only columns of the same part
   int64_t splits;
-  int64_t grain;      // splits begin at multiples of it
-  int64_t depth;      // of k that is loaded at a time
-  int64_t row_block;  // rows of a task
-  int64_t more_blocks;  // blocks of rows beyond those of `rows`, where each of several parts ends in its own
+  int64_t grain;      // splits begin at multiples of grain
+  int64_t depth;      // elements of k that are loaded at a time
+  int64_t row_block;  // rows in a task
+  int64_t more_blocks;  // blocks of rows beyond those of `rows`, if each of several parts ends in its own
   float* out;         // [rows / span][groups * columns]
-  float* workspace;   // partial results of all splits where there are several, then the slots
+  float* workspace;   // if there are several splits, their partial results; then the slots
 
   int64_t size() const { return rows / span * groups * columns; }
   int64_t column_tiles() const { return CeilDiv(columns, kTileColumns); }
@@ -101,7 +101,7 @@ struct Product {
   float* Slot(int64_t slot) const { return workspace + splits * partial_size() + slot * slot_size(); }
 };
 
-// Sets the results of a call, or says what is wrong with it; empty where nothing is.
+// Sets the results of a call. Returns what is wrong with the call; empty if it is right.
 inline std::string SetResults(Product* p, float* out, ffi::Result<ffi::Buffer<ffi::U8>> workspace) {
   const int64_t most = std::clamp<int64_t>(CeilDiv(p->k, p->grain), 1, kMaxSplits);
   if (p->splits < 1 || p->splits > most) {
@@ -118,8 +118,8 @@ inline std::string SetResults(Product* p, float* out, ffi::Result<ffi::Buffer<ff
   return "";
 }
 
-// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order.
-// Vectors are loaded and stored one by one: an array that memcpy has touched as a whole stays in memory.
+// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order. Vectors
+// are loaded and stored one by one: compilers keep an array in memory if memcpy touches it as a whole.
 template <int lanes>
 JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_stride, const float* tile,
                                 int64_t depth, float* sums) {
@@ -139,7 +139,7 @@ JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_
     std::memcpy(sums + i / 2 * kTileColumns + i % 2 * lanes, &sum[i / 2][i % 2], sizeof(Floats));
 }
 
-// Sums in two floats each: a rounded one, and the rest that rounding took away.
+// Sums in two floats each: the rounded sum, and the rest that rounding removed.
 struct Total {
   float *sum, *rest;
 
@@ -152,7 +152,7 @@ struct Total {
     }
   }
 
-  // The rest is no number where a sum is infinite, and where the steps to it overflowed.
+  // The rest is NaN if a sum is infinite, or if a step of TwoSum overflowed.
   JAX_SPLITK_INLINE void Store(float* to, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
       const float both = sum[i] + rest[i];
@@ -185,7 +185,7 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
       const int64_t count = std::min(kChunk, rows - first);
       const Rows a = p.LoadRows(piece.group, piece.row + first, count, k, depth, chunk);
       for (int64_t row = 0; row < count; row += kRowsAtOnce) {
-        const float* each[kRowsAtOnce];  // beyond the last row that one again, for sums that nobody reads
+        const float* each[kRowsAtOnce];  // beyond the end the last row again, for sums that nobody reads
         for (int64_t i = 0; i < kRowsAtOnce; ++i)
           each[i] = a.data + std::min(row + i, count - 1) * a.row_stride;
         for (int64_t f = 0; f < columns; f += 2 * lanes)
@@ -217,7 +217,7 @@ inline void SumPartials(const Product& p, int64_t begin, int64_t end) {
   }
 }
 
-// Both phases of an operation whose results are set. `flops` is its work.
+// Runs both phases of an operation whose results are set. `flops` is the work of the operation.
 template <typename Operation>
 void Run(ffi::ThreadPool& pool, const Operation& operation, double flops) {
   const Product& p = operation;

@@ -1,5 +1,5 @@
-// The host product out[row, feature] = sum over k of x[row, k] * weight[k, feature] for a packed weight,
-// whose tiles of 64 k by 64 features are decoded to floats where they are multiplied.
+// The host product out[row, feature] = sum over k of x[row, k] * weight[k, feature] for a packed weight. Each task
+// decodes the tiles of 64 k by 64 features that it multiplies to floats.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,7 +21,7 @@ constexpr int64_t kMaxRowBlock = 1024;  // jax_splitk/kernels/quantized/host.py 
 
 struct Quantized : Product {
   int64_t bits, group_size;
-  const float *values, *x, *scale, *zero;  // of each code; zero: null for none
+  const float *values, *x, *scale, *zero;  // values: of each code; zero: null if the weight has no zero points
   const uint32_t* words;                   // in the order of jax_splitk/quantized/packing.py
 
   int64_t k_tiles() const { return CeilDiv(k, kTileSide); }
@@ -56,7 +56,7 @@ struct Quantized : Product {
   template <int kBits>
   JAX_SPLITK_INLINE void Decode(const uint32_t* from, const float (&scales)[2][kTileSide],
                                 const float (&zeros)[2][kTileSide], float* tile) const {
-    // A row of words: those of one g. 4-bit: [block][g][t, j]; 8-bit: [block][kh][g][t, kj, half].
+    // A row of words belongs to one g. 4-bit: [block][g][t, j]; 8-bit: [block][kh][g][t, kj, half].
     for (int64_t row = 0; row < (kBits == 4 ? 4 : 8); ++row, from += 128) {
       const int64_t block = kBits == 4 ? row : row / 2;
       for (int64_t column = 0; column < 16; ++column) {

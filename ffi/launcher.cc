@@ -29,9 +29,8 @@ ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult res
   return ffi::Error::Internal("jax_splitk_launch: " + what + ": " + driver.ErrorString(result));
 }
 
-// Machine code is loaded once per process and content: XLA instantiates every call site separately. A
-// context-free CUlibrary serves every device. They are never unloaded, since a recorded graph may still hold
-// their kernels.
+// Machine code is loaded once per process and content: XLA instantiates every call site separately. A context-free
+// CUlibrary serves every device. Libraries are never unloaded, since a recorded graph may still hold their kernels.
 ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* library) {
   static std::mutex& mutex = *new std::mutex;
   static auto& libraries = *new std::map<std::string, CUlibrary, std::less<>>;  // by content
@@ -40,7 +39,7 @@ ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* 
     *library = found->second;
     return ffi::Error::Success();
   }
-  // The driver is not told the size, and reads anything but an ELF file as text that ends with a zero.
+  // The driver does not get the size, and reads anything but an ELF file as text that ends with a zero.
   if (cubin.substr(0, 4) != "\177ELF") {
     return Invalid(Text("the code attribute (", cubin.size(), " bytes) is not an ELF file"));
   }
@@ -53,8 +52,8 @@ ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* 
   return ffi::Error::Success();
 }
 
-// What is wrong with a launch's parameters, by which the driver would read beyond them or the kernel what is
-// not there. Empty where nothing is, or where the driver cannot tell (before CUDA 12.4).
+// What is wrong with the sizes of a launch's parameters: with wrong sizes the driver or the kernel would read beyond
+// them. Empty if they are right, or if the driver cannot tell (before CUDA 12.4).
 std::string ParametersRefusal(const Driver& driver, CUkernel kernel, const std::vector<ParamSpec>& params) {
   if (!driver.kernel_get_param_info) return "";
   size_t count = 0, offset, size;
@@ -69,7 +68,7 @@ std::string ParametersRefusal(const Driver& driver, CUkernel kernel, const std::
   return Text("takes ", count, " parameters; the plan gives ", params.size());
 }
 
-// What one call site keeps: its parsed plan, its kernels and on which devices their attributes have been set.
+// The state of one call site: its parsed plan, its kernels, and the devices on which their attributes have been set.
 struct LaunchState {
   static ffi::TypeId id;
   const Driver* driver = nullptr;
@@ -116,8 +115,8 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   return state;
 }
 
-// The limit of dynamic shared memory is an attribute of a kernel on a device, and plans that share a kernel
-// may need different amounts of it: the limit is only ever raised.
+// The limit of dynamic shared memory is an attribute of a kernel on a device. Plans that share a kernel may need
+// different amounts, so the limit is only ever raised.
 CUresult AllowSharedBytes(const Driver& driver, CUkernel kernel, CUdevice device, int bytes) {
   static std::mutex& mutex = *new std::mutex;
   static auto& allowed = *new std::map<std::pair<CUkernel, CUdevice>, int>;
@@ -129,7 +128,7 @@ CUresult AllowSharedBytes(const Driver& driver, CUkernel kernel, CUdevice device
   return r;
 }
 
-// Shared memory and cluster limits, once for each call site and device.
+// Sets shared memory and cluster limits, once for each call site and device.
 CUresult PrepareDevice(LaunchState& state) {
   CUdevice device;
   if (CUresult r = state.driver->get_current_device(&device)) return r;
@@ -193,7 +192,7 @@ CUresult Launch(const LaunchState& state, size_t which, CUstream stream, const s
   return state.driver->launch_kernel(&config, state.kernels[which], params.data(), nullptr);
 }
 
-// On the hot path: XLA records again whenever a buffer moves. Nothing is allocated on the device, nothing
+// This is on the hot path: XLA records a graph again whenever a buffer moves. It neither allocates device memory nor
 // waits.
 ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary) {
@@ -240,7 +239,7 @@ constexpr XLA_FFI_TypeInfo kStateTypeInfo = ffi::MakeTypeInfo<LaunchState>();
 
 }  // namespace
 
-// Attributes are read as a dictionary, so that a call may carry more of them for its readers (the config).
+// Attributes are read as a dictionary, so that a call may carry further attributes for readers of HLO (the config).
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchExecute, Execute,

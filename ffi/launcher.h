@@ -1,4 +1,4 @@
-// The generic launcher: one XLA FFI handler that runs any Plan. It knows nothing of convolutions.
+// The generic launcher: one XLA FFI handler that runs any Plan. It does not depend on the operation.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +16,15 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(LaunchExecute);
 XLA_FFI_TypeId* LaunchStateTypeId();
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo();
 
-// What the launcher refuses a call for, before it runs; empty where nothing, for tests.
+// For tests: why the launcher refuses a call before it runs; empty if it does not.
 std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels);
 
-// What the launcher did in this process, for tests.
+// For tests: counts of what the launcher did in this process.
 struct LaunchCounts {
   long instantiated;  // call sites
   long loaded;        // cubins handed to the driver
   long executed;      // executions of call sites
-  long captured;      // of these, while XLA recorded a command buffer
+  long captured;      // executions while XLA recorded a command buffer
 };
 LaunchCounts GetLaunchCounts();
 

@@ -1,4 +1,4 @@
-// The Python module jax_splitk._ffi: capsules for XLA's registry, and what tests need to look inside.
+// The Python module jax_splitk._ffi: capsules for XLA's registry, and functions for tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -73,7 +73,7 @@ NB_MODULE(_ffi, m) {
   m.def("launch_refusal", [](const std::vector<int64_t>& words, nb::bytes code, std::string_view kernels) {
     return js::LaunchRefusal(words, {code.c_str(), code.size()}, kernels);
   });
-  // Raises ValueError where the launcher would refuse the plan; returns (buffers, tensor maps, launches).
+  // Returns (buffers, tensor maps, launches). Raises ValueError if the launcher would refuse the plan.
   m.def("check_plan", [](const std::vector<int64_t>& words, std::string_view kernels) {
     const js::Plan plan = Parsed(words, kernels);
     return nb::make_tuple(plan.buffers.size(), plan.maps.size(), plan.launches.size());

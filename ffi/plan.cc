@@ -5,7 +5,7 @@
 namespace jax_splitk {
 namespace {
 
-// Reads words with range checks; after the first failure every read yields 0 and the message stays.
+// Reads words with range checks; after the first failure every read returns 0, and the message of the failure stays.
 class Reader {
  public:
   Reader(const int64_t* words, size_t count) : words_(words), count_(count) {}
@@ -54,7 +54,7 @@ TensorMapSpec ReadTensorMap(Reader& in, int64_t buffers) {
   spec.im2col = in.Next("tensor map kind", 0, 1) == 1;
   spec.buffer = in.Next("tensor map buffer", 0, buffers - 1);
   spec.dtype = static_cast<int>(in.Next("tensor map dtype", 0, 15));
-  // The encoder's own limits are checked by the driver; here only what keeps our arrays in bounds.
+  // The driver checks the limits of its encoder. This only checks that our arrays stay in bounds.
   spec.rank = static_cast<uint32_t>(in.Next("tensor map rank", spec.im2col ? 3 : 1, kMaxTensorRank));
   for (uint32_t i = 0; i < spec.rank; ++i)
     spec.dims[i] = in.Next("tensor map dimension", 1, int64_t{1} << 32);

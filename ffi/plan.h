@@ -18,8 +18,8 @@ constexpr int64_t kPlanVersion = 2;
 constexpr int kMaxTensorRank = 5;
 
 struct BufferSpec {
-  int64_t bytes;      // exactly what XLA must pass
-  int64_t alignment;  // of the address, a power of two
+  int64_t bytes;      // exactly the size that XLA must pass
+  int64_t alignment;  // alignment of the address, a power of two
 };
 
 struct TensorMapSpec {
@@ -28,10 +28,10 @@ struct TensorMapSpec {
   int dtype;
   uint32_t rank;
   std::array<uint64_t, kMaxTensorRank> dims;
-  std::array<uint64_t, kMaxTensorRank> strides;  // bytes; of dimensions 1..rank-1
+  std::array<uint64_t, kMaxTensorRank> strides;  // strides in bytes of dimensions 1..rank-1
   std::array<uint32_t, kMaxTensorRank> element_strides;
   std::array<uint32_t, kMaxTensorRank> box;      // tiled
-  std::array<int, kMaxTensorRank> lower, upper;  // im2col; of the rank-2 spatial dimensions
+  std::array<int, kMaxTensorRank> lower, upper;  // im2col: the corners in the rank-2 spatial dimensions
   uint32_t channels, pixels;                     // im2col
   int swizzle;
   int l2_promotion;
@@ -63,10 +63,10 @@ struct Plan {
   std::vector<std::string> kernels;
 };
 
-// Sets *plan, or says which numbers are wrong; empty where none is.
+// Sets *plan. Returns which numbers are wrong; empty if all are right.
 std::string ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan);
 
-// How what XLA passed differs from what the plan was made for; empty where it does not.
+// How the buffers that XLA passed differ from the plan's; empty if they do not.
 std::string BuffersRefusal(const Plan& plan, const std::vector<void*>& addresses,
                            const std::vector<size_t>& sizes);
 

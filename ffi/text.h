@@ -7,8 +7,8 @@
 
 namespace jax_splitk {
 
-// A string or an integer of a message. Without streams: where the C++ library is linked in, its locales may
-// not be the ones that other libraries of the process have set up, and printing a number ends in a fault.
+// A string or an integer in a message. It uses no streams: if the C++ library is linked statically, its locales may
+// differ from those that other libraries of the process have set up, and printing a number crashes.
 template <typename Part>
 void Append(std::string& text, const Part& part) {
   if constexpr (std::is_integral_v<Part>) {
@@ -18,7 +18,7 @@ void Append(std::string& text, const Part& part) {
   }
 }
 
-// The parts in a row.
+// The parts joined into one text.
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
   std::string text;

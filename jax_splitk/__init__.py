@@ -2,14 +2,14 @@
 
 import sys as _sys
 
-if _sys.version_info < (3, 11):  # noqa: UP036 - what a checkout is tried with
+if _sys.version_info < (3, 11):  # noqa: UP036 - someone may try a checkout with an older Python
     raise ImportError("jax_splitk needs Python 3.11 or later, this is %d.%d.%d" % _sys.version_info[:3])  # noqa: UP031
 
 __version__ = "0.1.0"
 
-# `python -m jax_splitk` and `jax-splitk` import this to find __main__, which needs nothing of it for `--help`, and
-# reloads it then. While Python looks for any module of -m, argv[0] is "-m", and the module's name stands before the
-# other arguments.
+# `python -m jax_splitk` and `jax-splitk` import this module to find __main__. For `--help`, __main__ needs nothing of
+# it, and otherwise reloads it. While Python looks for the module of -m, argv[0] is "-m", and the module's name precedes
+# the other arguments.
 _argv = _sys.argv or [""]
 _module = _sys.orig_argv[-len(_argv)].removeprefix("-m") if _argv[0] == "-m" else None
 _script = _argv[0].rpartition("/")[2] == "jax-splitk" and "jax_splitk.__main__" not in _sys.modules
@@ -64,5 +64,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; the submodules that Python adds when they are imported are not."""
+    """The public names, without the submodules that Python adds when they are imported."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -11,19 +11,19 @@ from jax_splitk.runtime.streams import replace_closed
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; its exit code: 0, or 1 where something it looked at or did failed.
+    """Runs a command and returns its exit code: 0, or 1 if something that it did or checked failed.
 
     Raises:
       SystemExit: with code 2, for wrong arguments.
     """
     argv = sys.argv[1:] if argv is None else argv
     replace_closed()
-    # What follows -- is for a script, and may look like our own options.
+    # Arguments after -- are for a script, and may look like our own options.
     split = argv.index("--") if "--" in argv else len(argv)
     arguments, unknown = parser().parse_known_args(argv[:split])
     arguments.script_arguments = argv[split + 1 :] if split < len(argv) else None
     chosen: argparse.ArgumentParser = arguments.parser
-    # Which module and function of `cli` run; None where no command was given.
+    # The module and the function of `cli` to run; None without a command.
     module, _, name = (arguments.run or "").partition(".")
     takes_scripts = arguments.command in ("tune", "explain")
     if unknown:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.run is None:
         chosen.print_help()
         return 0
-    # What `doctor` finds may be why the package cannot be imported.
+    # `doctor` must run even if the package cannot be imported.
     if module != "doctor" and not hasattr(package := sys.modules["jax_splitk"], "explain"):
         try:
             importlib.reload(package)
@@ -46,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     run = importlib.import_module(f"jax_splitk.cli.{module}")
     try:
         code = getattr(run, name)(arguments)
-        print(end="", flush=True)  # here, not at exit, where nobody could catch what it raises
+        print(end="", flush=True)  # here, not at exit, where nobody could catch its exceptions
     except SettingError as error:
         chosen.error(str(error))
-    except BrokenPipeError:  # whoever read our output (`| head`) has enough; what is left goes nowhere
+    except BrokenPipeError:  # the reader of our output (`| head`) has closed it; drop the rest
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1

@@ -1,4 +1,4 @@
-"""What a kernel of your own imports: families, what their plans are made of, and the problems that they compute.
+"""The interface for kernels of your own: families, the parts of their plans, and the problems that they compute.
 
 Everything else in `jax_splitk`'s folders is internal, and may change in any version.
 """

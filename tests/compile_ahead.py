@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jax_splitk.runtime import compiler
 
 TESTS = pathlib.Path(__file__).parent
-TOGETHER = 256  # sources whose machine code is written when all of them have it: what is stopped keeps the others
+TOGETHER = 256  # sources whose machine code is written together: a run that is stopped keeps the earlier ones
 
 
 def main(files: Sequence[str]) -> None:

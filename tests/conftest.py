@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test measures, settles and is told is not another's: the run's cache has compiled kernels alone."""
+    """Each test has a tuning session of its own. The run's cache has compiled kernels only."""
     save, shared = store.save, pathlib.Path(os.environ["JAX_SPLITK_CACHE_DIR"])
     monkeypatch.setattr(store, "save", lambda entry: disk.cache_dir() != shared and save(entry))
     for module, kind in (
@@ -78,22 +78,23 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pa
 
 @pytest.fixture
 def competing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's kernels of forward passes and input gradients as if they were faster than XLA's."""
+    """Pretends that the CPU's kernels of forward passes and input gradients are faster than XLA's."""
     monkeypatch.setattr(conv_host.ConvHost, "competes", True)
     monkeypatch.setattr(conv_host.ConvHost, "unmeasured_refusal", lambda self, problem: None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """pytest-xdist ends the run where it cannot send a report: what tests of damaged text log need not be Unicode."""
+    """Makes reports valid Unicode: pytest-xdist ends the run if it cannot send a report, and tests of damaged files log
+    arbitrary bytes."""
     report = yield
     report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Under pytest-xdist failures are told at the very end: what a run that is cut off is to leave behind goes into the
-    file that JAX_SPLITK_TEST_FAILURES names, as it happens."""
+    """Appends each failure to the file that JAX_SPLITK_TEST_FAILURES names. pytest-xdist reports failures only at the
+    end, so a run that is cut off would lose them."""
     path = os.environ.get("JAX_SPLITK_TEST_FAILURES")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         worker = getattr(report, "worker_id", "")
@@ -105,7 +106,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def device_code_first(request: pytest.FixtureRequest) -> None:
     """Compiles what a module's `device_code()` lists in parallel, since its tests would compile one by one.
 
-    One of several processes (pytest-xdist) compiles; the others wait, and read from disk what they come to need.
+    One of several processes (pytest-xdist) compiles; the others wait, and read the kernels from disk.
     """
     wanted = getattr(request.module, "device_code", None)
     if wanted is None:
@@ -117,6 +118,6 @@ def device_code_first(request: pytest.FixtureRequest) -> None:
     with (folder / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not compiled.exists():
-            compiler._memory.clear()  # what a test with a cache of its own compiled is not in this folder
+            compiler._memory.clear()  # a test with a cache of its own does not compile into this folder
             compiler.compile_sources(wanted())
             compiled.touch()

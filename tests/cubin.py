@@ -1,9 +1,8 @@
-"""Reads what the device compiler made, without a disassembler: a cubin's kernels and instructions, and ptxas's report.
-
-A cubin is an ELF64 file. Of NVIDIA's part only this is used: `.text.<kernel>` holds 16-byte instructions whose low
-twelve bits are the opcode and whose second word is the immediate, and `.nv.shared.<kernel>` is as large as the kernel's
-static shared memory with the KiB that Hopper reserves in each thread block. A load may name a scoreboard, for which
-later instructions wait (`_SCOREBOARD`, `_WAITS`).
+"""Reads cubins without a disassembler: kernels, instructions, and ptxas's report. A cubin is an ELF64 file. Only these
+NVIDIA sections are used: `.text.<kernel>` holds 16-byte instructions whose low twelve bits are the opcode and whose
+second word is the immediate, and `.nv.shared.<kernel>` is as large as the kernel's static shared memory with the KiB
+that Hopper reserves in each thread block. A load may name a scoreboard, for which later instructions wait
+(`_SCOREBOARD`, `_WAITS`).
 """
 
 import collections
@@ -50,8 +49,8 @@ class Kernel:
         return [immediate for low, _, immediate in words if low & 0xFFF == opcode]
 
     def loads_at_arrivals(self) -> list[int]:
-        """Of each arrival, how many ldmatrix before it may be under way: nothing has waited for them since.
-        Loads come back in order, and one without a scoreboard is waited for with the next."""
+        """For each arrival at a barrier, how many ldmatrix before it may still be under way, because no instruction has
+        waited for them.reboard."""
         found, under_way, without = [], [0] * 6, 0
         for low, high in (struct.unpack_from("<QQ", i) for i in self.instructions):
             opcode, board = low & 0xFFF, high >> _SCOREBOARD & 7

@@ -41,7 +41,7 @@ def mutate_json(rng: np.random.Generator, text: str, other: str) -> str:
         found = list(places(data))
         if not found:
             break
-        # Half of the changes go to what decides: the choice.
+        # Half of the changes go to the choice, the part that decides.
         if rng.random() < 0.5 and isinstance(data, dict) and isinstance(data.get("choice"), dict):
             found = list(places(data["choice"])) or found
         container, index = found[rng.integers(len(found))]

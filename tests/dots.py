@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def exactly(p: DotProblem, lhs: np.ndarray, rhs: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-    """[batch, m, n] of the problem's operands."""
+    """The exact result [batch, m, n] for a problem's operands."""
     operands = iter(rest)
     out = np.einsum(f"{p.lhs_order},{p.rhs_order}->bmn", lhs, rhs, optimize=True)
     if p.bias != "none":
@@ -35,7 +35,7 @@ def integers(p: DotProblem, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def as_given(p: DotProblem, operands: list[np.ndarray]) -> list[np.ndarray]:
-    """In the problem's dtypes."""
+    """The operands in the problem's dtypes."""
     dtypes = (p.dtype, p.dtype, *(dtype for _, dtype in p.epilogue_operands))
     return [x.astype(jnp.dtype(dtype)) for x, dtype in zip(operands, dtypes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Problems of the CPU's family, candidates, and entries with which the command line has to do."""
+"""Problems of the CPU's family, candidates and entries, for tests of the command line."""
 
 import dataclasses
 import json

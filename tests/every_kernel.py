@@ -1,5 +1,5 @@
-"""The smallest problems that run every kernel of the CUDA families, and every kind of code that these are specialised
-to: for what costs too much on others."""
+"""The smallest problems that together run every kernel of the CUDA families in every specialisation, for tests that are
+too slow on larger problems."""
 
 import dataclasses
 import functools
@@ -57,12 +57,12 @@ class Run:
         return device_plan(self.family, self.problem, self.config)
 
     def function(self) -> Callable[..., jax.Array]:
-        """The family's kernels, and nothing else that runs on the device, on the operands."""
+        """The family's kernels on the operands, with nothing else on the device."""
         call = self.plan.custom_call()
         return jax.jit(lambda *operands: execute.call(call, self.problem, *operands))
 
     def operands(self) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        """Small integers, whose sums are exact, and the result; computed on the host."""
+        """Operands of small integers, whose sums are exact, and the result; computed on the host."""
         if self.product is not None:
             return _product(self.product)
         if isinstance(self.problem, DotProblem):
@@ -101,13 +101,13 @@ def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
 
 
 def _splits(family: Family, p: ConvWgradProblem, config: Any, counts: tuple[int, ...]) -> Iterator[Run]:
-    """The config with the nearest legal numbers of splits, none twice."""
+    """The config with the nearest legal numbers of splits, each once."""
     found = dict.fromkeys(with_splits(family, p, config, count) for count in counts)
     return (Run(family, p, other) for other in found)
 
 
 def _best(family: Family, p: ConvWgradProblem) -> Iterator[Run]:
-    """The first candidate, as one part and as three."""
+    """The first candidate, with one split and with three."""
     return _splits(family, p, family.candidates(p, DEFAULT_CUDA)[0], (1, 3))
 
 
@@ -135,7 +135,7 @@ def _im2col() -> Iterator[Run]:
         (volume, config(64, 64, True, 1)),
         (volume, config(128, 64, False, 1)),
         (matrix, config(64, 128, False, 2)),
-        # Splits that take turns: what is read by one tile and by several, a ring that is filled again.
+        # Splits that take turns: operands that one tile reads and that several read, and a ring that is filled again.
         (matrix, config(128, 64, False, 3)),
         (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
@@ -223,7 +223,7 @@ def _depthwise_any() -> Iterator[Run]:
 
 
 def _passes(module: Any) -> tuple[tuple[Family, type[Any]], ...]:
-    """Its families and their problems."""
+    """The module's families and their problems."""
     return (module.FPROP, ConvFpropProblem), (module.DGRAD, ConvDgradProblem)
 
 
@@ -246,7 +246,7 @@ def _depthwise_passes() -> Iterator[Run]:
 
 
 def _toeplitz_passes() -> Iterator[Run]:
-    """The steps are the strides of the forward pass that is computed: an input gradient's input is dilated by them."""
+    """The steps are the strides of the forward pass that runs: for an input gradient, the dilation of its input."""
     for (family, kind), (size, kernel, steps, given, config) in itertools.product(
         _passes(toeplitz),
         (
@@ -320,7 +320,7 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (5, 6, 7), (3, 2, 3), (16, 64), tile(128, 64, 2, shared),
          {"padding": 1, "stride": (1, 2, 1), "out_dtype": "float32"}),
         (dgrad, (600,), (4,), (20, 16), tile(256, 32), {"padding": ((390, 0),), "rhs_dilation": 130, **floats}),
-        # Strides larger than the filter: what no tap meets is zero.
+        # Strides larger than the filter: pixels that no tap reads are zero.
         (dgrad, (8, 7), (2, 1), (68, 24), tile(64, 64), {"stride": (3, 2), "dtype": HALF, "out_dtype": "float32"}),
         (fprop, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, cluster), {"batch": 3, **half}),
         (fprop, (8, 9), (3, 3), (72, 40), conv_im2col.Config(64, 64, 3), {"padding": 1}),
@@ -523,5 +523,5 @@ RUNS = list(
 
 
 def kernel_names() -> list[str]:
-    """Of all that the runs launch."""
+    """The names of all kernels that the runs launch."""
     return sorted({launch.kernel for run in RUNS for launch in run.plan.launches})

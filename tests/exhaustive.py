@@ -1,4 +1,4 @@
-"""What `make test-all` runs and `make test` leaves out."""
+"""Tests that `make test-all` runs and `make test` leaves out."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def thinned(values: Iterable[Any], every: int, name: Callable[[Any], str] = str) -> list[Any]:
-    """Parameters of a test: the first of each so many, and for `make test-all` the others. A tuple is several
+    """Parameters of a test: every `every`-th, and for `make test-all` also the others. A tuple stands for several
     arguments."""
     found = []
     for i, value in enumerate(values):

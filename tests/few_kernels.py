@@ -1,4 +1,4 @@
-"""Random problems that few kernels compute: compiling is what takes time."""
+"""Random problems that share few kernels, since compiling takes most of the time."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,9 +30,9 @@ def runs(
     wanted: Callable[[Any], bool] = lambda config: True,
     sibling: Sibling | None = None,
 ) -> list[Run]:
-    """So many of the problems, each with a candidate that is `wanted`, by at most so many kernels: what takes another
-    one is left out then. With `sibling`, which draws another problem that is likely to have a problem's kernel, those
-    that are drawn are only so many as have all these kernels."""
+    """`count` of the problems, each with a candidate that is `wanted`, by at most `most` kernels; problems that need
+    another kernel are left out. `sibling` draws another problem that is likely to share a problem's kernel: then only
+    enough problems are drawn to have all these kernels."""
     found: list[Run] = []
     known: set[Source] = set()
     while len(found) < count:

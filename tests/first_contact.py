@@ -1,5 +1,5 @@
-"""What a stranger does with the README: its commands and its code, in its order, in a copy of the checkout and in a
-fresh environment. Run by `.ci/package`, with a folder for all of this.
+"""Follows the README as a stranger would: runs its commands and its code in order, in a copy of the checkout and a
+fresh environment. `.ci/package` runs this, with a folder to work in.
 
 The plain install comes first, then the extra. `make` commands are `.ci/run`'s, and the wheel is `.ci/package`'s. The
 extra `cuda13` is two gigabytes: `compiler` is installed instead, the part of it that needs no GPU."""
@@ -18,17 +18,17 @@ from tests.documents import markdown  # noqa: E402 - from the path above
 
 # Unlike newer ones, it reads no inline table of several lines in pyproject.toml.
 OLD_PIP = "pip==21.1.3"
-# Whether explain(platform="cuda") names kernels where their compiler is not installed.
+# Whether explain(platform="cuda") names kernels if their compiler is not installed.
 EXPLAINS_WITHOUT_COMPILER = True
 
-# What the README's own block asks, for an H200; `loss`, `w` and `x` are the block's.
+# The question of the README's own block, for an H200; `loss`, `w` and `x` are the block's.
 EXPLAIN = """
 report = str(jax_splitk.explain(jax.grad(loss), w, x, platform="cuda"))
 print(report)
 if {named}:
     assert "wgrad_im2col" in report and "us saved" in report.splitlines()[-1], report
 """
-# Whose package it is: the folder comes first on the path of who stands in the checkout.
+# Checks which package is imported: inside the checkout, its folder comes first on the path.
 WHOSE = """
 import jax_splitk, pathlib
 from jax_splitk import _ffi
@@ -38,7 +38,7 @@ assert not pathlib.Path(_ffi.__file__).is_relative_to(pathlib.Path.cwd()), _ffi.
 
 
 class Reader:
-    """Who stands in a copy of the checkout, with an environment in which nothing is installed yet."""
+    """A reader in a copy of the checkout, with an environment in which nothing is installed yet."""
 
     def __init__(self, work: pathlib.Path) -> None:
         self.home, self.checkout, environment = work, work / "checkout", work / "reader"
@@ -56,7 +56,7 @@ class Reader:
             self.shell(f"python -m pip install --quiet {OLD_PIP}")
 
     def shell(self, command: str) -> None:
-        """A command line in the checkout. Only pip finds what the machine has, g++ among it."""
+        """Runs a command line in the checkout. Only pip finds the machine's programs, such as g++."""
         print(f"$ {command}", flush=True)
         clean = {"HOME": str(self.home), "PATH": str(self.commands), "JAX_PLATFORMS": "cpu"}
         if "pip " in command:
@@ -65,7 +65,7 @@ class Reader:
         subprocess.run(["/bin/sh", "-ec", command], cwd=self.checkout, env=clean, check=True)
 
     def python(self, page: str, folder: str = ".", after: str = "") -> None:
-        """The Python blocks of a page as one program, which Python reads from its standard input."""
+        """Runs the Python blocks of a page as one program, from standard input."""
         print(f"$ python < the code of {page}, in {folder}", flush=True)
         code = "\n".join(block.text for block in markdown.blocks(self.checkout / page) if block.language == "python")
         clean = {"HOME": str(self.home), "PATH": str(self.commands), "JAX_PLATFORMS": "cpu"}

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 
-# Of one operand's images in float64, at a time: processes that share a GPU keep what they once had of its memory.
+# Most bytes of an operand's images in float64 at a time: processes that share a GPU never return its memory.
 PART_BYTES = 256 << 20
 
 
@@ -86,7 +86,7 @@ def conv_fprop_on_host(p: ConvProblem, lhs: np.ndarray, rhs: np.ndarray) -> np.n
 
 
 def conv_dgrad_on_host(p: ConvProblem, g: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """The input gradient likewise: what each tap gives to the pixels that it meets."""
+    """The input gradient, tap by tap: each tap adds to the pixels that it reads."""
     groups, (c, k) = p.feature_group_count, p.group_channels
     weight = rhs.astype(np.float64).reshape(*p.kernel_spatial, c, groups, k)
     covered = np.zeros((p.batch, *_extents(p), groups, c))
@@ -107,7 +107,7 @@ def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def _taps(p: ConvProblem) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Each tap, and the pixels of the dilated and padded input that it meets."""
+    """Each tap, and the pixels of the dilated and padded input that it reads."""
     for tap in np.ndindex(*p.kernel_spatial):
         steps = zip(tap, p.rhs_dilation, p.output_spatial, p.window_strides, strict=True)
         starts = [(at * dilation, (out - 1) * stride, stride) for at, dilation, out, stride in steps]
@@ -115,13 +115,13 @@ def _taps(p: ConvProblem) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]
 
 
 def _extents(p: ConvProblem) -> list[int]:
-    """Of what the windows cover of the dilated and padded (or cropped) input."""
+    """The sizes of the part of the dilated and padded (or cropped) input that the windows cover."""
     sizes = zip(p.output_spatial, p.window_strides, p.kernel_spatial, p.rhs_dilation, strict=True)
     return [(out - 1) * stride + (k - 1) * dilation + 1 for out, stride, k, dilation in sizes]
 
 
 def _places(p: ConvProblem) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Which of the input's pixels are covered, and where they are there."""
+    """The covered pixels of the input, and their places in the covered part."""
     inside, places = [np.arange(p.batch)], [np.arange(p.batch)]
     steps = zip(p.input_spatial, p.lhs_dilation, p.padding, _extents(p), strict=True)
     for size, dilation, (low, _), extent in steps:
@@ -132,7 +132,7 @@ def _places(p: ConvProblem) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, .
 
 
 def _covered(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
-    """What the windows cover: [batch, pixels of each axis, C]."""
+    """The part of the input that the windows cover: [batch, pixels of each axis, C]."""
     covered = np.zeros((p.batch, *_extents(p), p.in_channels))
     inside, places = _places(p)
     covered[places] = lhs[inside]
@@ -140,7 +140,7 @@ def _covered(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
 
 
 def _rows(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
-    """What the windows hold: [output pixels, taps, groups, C/groups]."""
+    """The content of the windows: [output pixels, taps, groups, C/groups]."""
     groups = p.feature_group_count
     covered = _covered(p, lhs)
     image, *spatial, channel = covered.strides

@@ -1,4 +1,4 @@
-"""Grouped and depthwise convolutions of every geometry that their families take: the usual ones and small odd ones."""
+"""Grouped and depthwise convolutions of every geometry that their families take: usual ones, and small odd ones."""
 
 import dataclasses
 import itertools

@@ -1,5 +1,6 @@
-"""What an installed package must do: run the code of pages, know its version, be typed. Run by .ci/package, with the
-folder of the checkout and the pages, outside of it and with nothing installed but the package and what it needs."""
+"""Checks of an installed package: it runs the code of pages, knows its version, and is typed. `.ci/package` runs this
+outside of the checkout, with the checkout's folder and the pages as arguments. Only the package and its requirements
+are installed."""
 
 import importlib.metadata
 import importlib.resources

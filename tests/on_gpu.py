@@ -1,4 +1,4 @@
-"""What a family of convolutions must hold to on a GPU: exactness, accuracy, determinism, NaN where it belongs."""
+"""Checks of a family of convolutions on a GPU: exactness, accuracy, determinism, and NaN only where it belongs."""
 
 import dataclasses
 import itertools
@@ -41,7 +41,8 @@ def normals(p: ConvProblem, seed: int = 0, draw: Any = jax.random.normal) -> tup
 
 
 def exactly(p: ConvProblem, x: jax.Array, y: jax.Array) -> np.ndarray:
-    """In float64; a large weight gradient on the device, where each tap of each shape is compiled."""
+    """The result in float64. A large weight gradient is computed on the device, which compiles each tap of each
+    shape."""
     if isinstance(p, ConvWgradProblem) and p.flops > ON_HOST_FLOPS:
         return float64.conv_wgrad(p, x, y)
     return float64.ON_HOST[p.op](p, np.asarray(x, np.float64), np.asarray(y, np.float64))
@@ -52,7 +53,7 @@ def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def error(out: Any, exact: np.ndarray) -> float:
-    """Relative to the whole result."""
+    """The error relative to the norm of the result."""
     return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
 
 
@@ -66,7 +67,7 @@ def ours(family: Family, p: ConvProblem, config: Any) -> Run:
 
 
 def best_configs(family: Family, p: ConvWgradProblem, count: int) -> list[Any]:
-    """Candidates whose device code differs, from the best on, with splits that are enough for their accuracy."""
+    """The best candidates with different device code, with enough splits for their accuracy."""
     found: dict[Any, Any] = {}
     for config in family.candidates(p, DEFAULT_CUDA):
         if family.workspace_bytes(p, config) <= DEFAULT_WORKSPACE_LIMIT:
@@ -75,20 +76,20 @@ def best_configs(family: Family, p: ConvWgradProblem, count: int) -> list[Any]:
 
 
 def some_configs(family: Family, p: ConvWgradProblem, count: int) -> list[Any]:
-    """The best, each with its own splits and with one, a few or many."""
+    """The best candidates, each with its own splits and with one, few or many."""
     spread = best_configs(family, p, count)
     others = (with_splits(family, p, config, wanted) for config, wanted in zip(spread, itertools.cycle((1, 3, 16))))
     return list(dict.fromkeys([*spread, *others]))
 
 
 def with_splits(family: Family, p: ConvWgradProblem, config: Any, wanted: int) -> Any:
-    """The config with that many splits, or the next number that is legal: above, else below."""
+    """The config with that many splits, or the next legal number above; if there is none, below."""
     others = (dataclasses.replace(config, splits=splits) for splits in (*range(wanted, 64), *range(wanted, 0, -1)))
     return next(other for other in others if family.refusal(p, other, DEFAULT_CUDA) is None)
 
 
 def check_exact(family: Family, p: ConvProblem, configs: Iterable[Any], seed: int = 0, limit: int = 2) -> None:
-    """On integers, whatever the results' memory held before."""
+    """Results are exact on integers, whatever the results' memory held before."""
     operands = integers(p, seed, limit)
     want = rounded(exactly(p, *operands), p.out_dtype)
     for config in configs:
@@ -97,7 +98,7 @@ def check_exact(family: Family, p: ConvProblem, configs: Iterable[Any], seed: in
 
 
 def check_repeats(run: Callable[..., jax.Array], *operands: jax.Array, times: int = 100) -> np.ndarray:
-    """That all runs give the same, bit for bit, and what they give. Compared on the device."""
+    """All runs give the same bits, which this returns."""
     first = run(*operands)
     same = jnp.stack([_same_bits(run(*operands), first) for _ in range(times - 1)])
     assert jnp.all(same), f"runs {np.flatnonzero(~np.asarray(same)) + 2} of {times} differ from the first"
@@ -113,7 +114,7 @@ def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 def check_accuracy_and_repeats(
     family: Family, p: ConvProblem, configs: Iterable[Any], *operands: jax.Array, times: int = 100
 ) -> None:
-    """Against XLA's accuracy, and so many runs against each other."""
+    """The accuracy is that of XLA, and `times` runs give the same bits."""
     exact = exactly(p, operands[0], operands[1])
     theirs = error(xla(p)(operands[0], operands[1]), exact)
     for config in configs:
@@ -122,7 +123,7 @@ def check_accuracy_and_repeats(
 
 
 def check_not_finite(family: Family, p: ConvWgradProblem, configs: Sequence[Any]) -> None:
-    """One NaN, then one infinity, in each operand: others' weights are as exact as ever."""
+    """With one NaN, then one infinity, in each operand, weights that do not depend on it are exact."""
     rng = np.random.default_rng([SEED, 2])
     for value, _ in itertools.product((np.nan, np.inf), range(2)):
         lhs, g = random_problems.integers(rng, p)
@@ -139,7 +140,7 @@ def check_not_finite(family: Family, p: ConvWgradProblem, configs: Sequence[Any]
 
 
 def check_one_not_finite(family: Family, p: ConvProblem, config: Any, value: float) -> None:
-    """One such value in the first operand reaches what depends on it and nothing else."""
+    """One NaN or infinity in the first operand reaches the results that depend on it and nothing else."""
     x, w = (np.array(a, np.float64) for a in integers(p, seed=2))
     w[w == 0] = 1
     place = tuple(size // 2 for size in x.shape)
@@ -155,7 +156,7 @@ def check_one_not_finite(family: Family, p: ConvProblem, config: Any, value: flo
 
 
 def check_measured(problems: Sequence[Any]) -> None:
-    """That measurements choose between kernels and XLA, and no candidate fails."""
+    """Measurements choose between kernels and XLA, and no candidate fails."""
     tuned = jax_splitk.tune_problems(problems, seconds=5 * len(problems), again=True)
     for _, entry in tuned.entries:
         print(entry.choice, entry.us(entry.choice), entry.key.problem)

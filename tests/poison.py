@@ -12,7 +12,7 @@ from jax_splitk.runtime.plan import DevicePlan, Launch, Pointer
 
 
 def with_preset_results(plan: DevicePlan) -> DevicePlan:
-    """The plan for a call that gets its two results' initial contents as further operands, aliased to them."""
+    """The plan for a call that gets the initial contents of its two results as further operands, aliased to them."""
     operands = len(plan.buffers) - 2
 
     def moved(launch: Launch) -> Launch:
@@ -46,5 +46,5 @@ def function(plan: DevicePlan, problem: Problem) -> Callable[..., jax.Array]:
 
 
 def run(plan: DevicePlan, problem: Problem, *operands: jax.Array) -> np.ndarray:
-    """The plan's output."""
+    """The output of the plan."""
     return np.asarray(function(plan, problem)(*operands))

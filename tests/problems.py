@@ -12,18 +12,18 @@ import pytest
 from benchmarks.cases import Case
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, conv_output_spatial
 
-# Another one in each run of the tests (tests/conftest.py); JAX_SPLITK_TEST_SEED repeats the run that named it.
+# The seed differs in each run of the tests (tests/conftest.py); JAX_SPLITK_TEST_SEED sets it to repeat a run.
 SEED = int(os.environ.get("JAX_SPLITK_TEST_SEED", "0"))
 
 
 def generator(salt: int) -> np.random.Generator:
-    """Another generator for each salt and each run of the tests."""
+    """A random generator that differs for each salt and each run of the tests."""
     return np.random.default_rng([SEED, salt])
 
 
 @contextlib.contextmanager
 def seeded(salt: int) -> Iterator[np.random.Generator]:
-    """A fresh generator; a failure in the body gets a note with what draws the same numbers again."""
+    """A fresh generator. A failure in the body gets a note that says how to draw the same numbers again."""
     try:
         yield generator(salt)
     except BaseException as error:
@@ -32,7 +32,7 @@ def seeded(salt: int) -> Iterator[np.random.Generator]:
 
 
 def of_families(edges: Mapping[Any, Sequence[tuple[Any, ...]]]) -> list[Any]:
-    """Parameters of a test: each family with each of its edges, whose last element names them."""
+    """Test parameters: each family with each of its edges, whose last element is the name."""
     return [pytest.param(family, *edge, id=f"{family.name}-{edge[-1]}") for family in edges for edge in edges[family]]
 
 
@@ -77,8 +77,8 @@ def conv(
     groups: int = 1,
     **fields: Any,
 ) -> ConvWgradProblem:
-    """A weight gradient of any rank. Numbers stand for the same in each dimension, padding None for half of the kernel;
-    `fields` are the problem's."""
+    """A weight gradient of any rank. A number stands for the same number in each dimension, padding None for half of
+    the kernel; `fields` are fields of the problem."""
 
     def each(value: Any) -> tuple[Any, ...]:
         return (value,) * len(size) if isinstance(value, int) else value
@@ -96,5 +96,5 @@ def conv(
 def conv_of(
     kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: tuple[int, int] = (64, 64), **more: Any
 ) -> Any:
-    """The same of another pass: a problem of that class."""
+    """The same for another pass: a problem of class `kind`."""
     return kind(**vars(conv(size, kernel, channels, **more)))

@@ -1,5 +1,5 @@
-"""What the tests of the kernel families of products with packed weights share: problems, products whose results are
-known exactly, and checks."""
+"""Shared by tests of the families of products with packed weights: problems, products with exact results, and
+checks."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from tests.problems import SEED
 E4M3 = "float8_e4m3fn"
 HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16"}
 
-# Of x, result and scale.
+# Dtypes of x, result and scale.
 TYPES: tuple[dict[str, Any], ...] = (
     {},
     {"out_dtype": "float32"},
@@ -95,20 +95,20 @@ def exact_weight(case: Case, seed: int) -> tuple[QuantizedArray, np.ndarray]:
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    """Through float32, as results are defined."""
+    """Rounds through float32, as results are defined."""
     with np.errstate(over="ignore"):
         return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
 
 
 def elements(q: QuantizedArray) -> np.ndarray:
-    """What a weight's elements stand for, without scales and zero points, in float64."""
+    """The values of a weight's elements, without scales and zero points, in float64."""
     if q.qtype == "nf4":
         return formats.table("nf4")[np.asarray(q.qvalue.astype(jnp.int32))]
     return np.asarray(q.qvalue.astype(jnp.float32), np.float64)
 
 
 def as_float32_product(case: Case, x: jax.Array, weight: np.ndarray) -> jax.Array:
-    """XLA's product in float32, of the weight rounded as the definition has it."""
+    """XLA's product in float32, with the weight rounded by its definition."""
     dequantized = jnp.asarray(weight.astype(np.float32))
     if case.out_dtype == case.x_dtype:
         dequantized = dequantized.astype(case.x_dtype).astype(jnp.float32)
@@ -120,7 +120,7 @@ def error(out: Any, exact: np.ndarray) -> float:
 
 
 def valid_problem(rows: int, k: int, features: int, **changes: Any) -> QuantizedMatmulProblem:
-    """Of int4 weights in groups of 64 and bfloat16, but for the changes."""
+    """A problem with int4 weights in groups of 64 and bfloat16, except for `changes`."""
     fields = {
         "x_dtype": "bfloat16", "out_dtype": "bfloat16", "qtype": "int4", "group_size": 64, "scale_dtype": "bfloat16",
         **changes,
@@ -133,7 +133,7 @@ def valid_problem(rows: int, k: int, features: int, **changes: Any) -> Quantized
 def problems(
     sizes: Iterable[tuple[int, int, int]], kinds: Iterable[dict[str, Any]], **defaults: Any
 ) -> list[QuantizedMatmulProblem]:
-    """All kinds in all sizes; per channel (group_size 0, too) where k is no multiple of the group."""
+    """All kinds in all sizes; per channel (also for group_size 0) if k is not a multiple of the group."""
     found = []
     for (rows, k, features), kind in itertools.product(sizes, kinds):
         group = kind.get("group_size", 64)
@@ -146,6 +146,6 @@ _Config = TypeVar("_Config", bound=tiles.Config)
 
 
 def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
-    """The config with the nearest number of thread blocks not above its own that leaves none without work."""
+    """The config with the largest number of thread blocks, at most its own, that leaves no block without work."""
     workers = tiles.schedule(p, config).without_idle().workers
     return dataclasses.replace(config, blocks=workers * config.multicast)

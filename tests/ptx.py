@@ -1,4 +1,4 @@
-"""What PTX shows of a kernel before ptxas makes machine code of it: registers that a loop reads before they have a
+"""Reads a kernel's PTX, before ptxas makes machine code of it: finds registers that a loop reads before they have a
 value."""
 
 import re
@@ -14,7 +14,7 @@ _STATEMENT = re.compile(r";|(?<=:)\s*\n")
 _LABEL = re.compile(r"(\$?\w+):$")
 _GUARD = re.compile(r"@!?(%p\d+)\s+(.*)", re.DOTALL)
 _ENDS = ("bra", "ret", "exit", "trap")
-# Instructions whose first operand is read, too, or is no register.
+# Instructions whose first operand is also read, or is not a register.
 _WRITE_NOTHING = (
     *("st.", "red.", "bar", "fence", "membar", "prefetch", "cp.", "mbarrier.init", "mbarrier.inval", "griddepcontrol"),
     *("wgmma.fence", "wgmma.commit", "wgmma.wait", "setmaxnreg", "discard", "stmatrix", "mbarrier.expect", "call"),
@@ -27,7 +27,7 @@ class _ToPtx(Nvrtc):
 
 
 def of(source: Source) -> str:
-    """The source's PTX."""
+    """The PTX of the source."""
     virtual = (option.replace(ARCH, ARCH.replace("sm", "compute")) for option in source.options())
     includes = [f"--include-path={folder}" for folder in toolchain.include_folders()]
     options = [*(option for option in virtual if "ptxas" not in option), *includes]
@@ -37,7 +37,7 @@ def of(source: Source) -> str:
 
 
 class _Block:
-    """Statements that run one after the other, and where they lead."""
+    """Statements that run one after the other, and their successors."""
 
     def __init__(self) -> None:
         self.statements: list[str] = []
@@ -47,8 +47,8 @@ class _Block:
 
 
 def carried_without_value(text: str) -> dict[str, set[str]]:
-    """Of each kernel that has some, the registers which a loop reads on its first turn and writes later, and which
-    nothing writes before the loop."""
+    """For each kernel, the registers that a loop reads on its first turn and writes later, and that nothing writes
+    before the loop."""
     found = {}
     for kernel, body in _KERNEL.findall(text):
         blocks = _blocks(body)
@@ -93,8 +93,8 @@ def _statements(body: str) -> Iterator[str]:
 
 
 def _note(block: _Block, statement: str, reads: set[str]) -> None:
-    """What a statement reads, beside its guard, and writes. Sums of wgmma count as written alone: the first product of
-    a sum reads none."""
+    """Records the registers that a statement reads, besides its guard, and writes. Sums of wgmma count as written only:
+    the first product of a sum does not read them."""
     operation, operands = (*statement.split(maxsplit=1), "")[:2]
     if operation.startswith((*_WRITE_NOTHING, *_ENDS)) or operands.startswith("["):
         first, rest = "", operands
@@ -107,7 +107,7 @@ def _note(block: _Block, statement: str, reads: set[str]) -> None:
 
 
 def _reached(blocks: list[_Block], start: int) -> set[int]:
-    """Blocks after one, itself where it is in a loop."""
+    """Blocks that may run after a block; the block itself if it is in a loop."""
     found: set[int] = set()
     left = [*blocks[start].leads_to]
     while left:

@@ -1,6 +1,6 @@
 """Random problems for every CUDA family, and configs for them that share device code where they can.
 
-A kind of problem is one that a certain family supports, so that every family gets its share; each problem goes to every
+Each family has kinds of problems that it supports, so that every family gets its share. A problem then goes to every
 family that supports it.
 """
 
@@ -20,14 +20,14 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from tests import float64
 
-# Patches have random problems of their own.
+# The patch families have random problems of their own.
 FAMILIES = tuple(f for f in kernels.families("conv_wgrad", "cuda") if f is not patch.WGRAD)
 TARGET = DEFAULT_CUDA
 OUT_DTYPES = ("float32", "bfloat16", "float16")
 HALVES = (("bfloat16", "default"), ("float16", "default"))
 FLOATS = (("float32", "default"), ("float32", "highest"))
 TF32 = (("float32", "default"), ("float32", "high"))
-MAX_WINDOWS = 2_000_000  # elements of all windows: what the reference multiplies
+MAX_WINDOWS = 2_000_000  # most elements of all windows, which the reference multiplies
 MAX_FLOPS = 2e8
 SIBLINGS = 0.7  # of the problems have the window, channels and dtypes of an earlier one
 REUSE = 0.85  # of the configs come with device code that there is already, where there is any
@@ -72,7 +72,7 @@ def _wide_groups(rng: np.random.Generator) -> tuple[int, int, int]:
 
 def _small_groups(rng: np.random.Generator) -> tuple[int, int, int]:
     each = [int(n) for n in rng.choice(grouped.GROUP_CHANNELS, 2, p=(0.15, 0.25, 0.25, 0.15, 0.15, 0.05))]
-    step = max(1, 8 // min(each))  # for whole eights of channels
+    step = max(1, 8 // min(each))  # for channels in multiples of eight
     groups = step * int(rng.integers(1, max(2, 128 // (step * max(each)) + 1)))
     return groups * each[0], groups * each[1], groups
 
@@ -98,7 +98,7 @@ KINDS = {
     "float32": Kind(gather.FAMILY, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
     "tf32": Kind(tf32.FAMILY, _fours, (1, 2, 2), TF32),
 }
-# How many of 25 problems are of each kind.
+# How many of 25 problems each kind gets.
 MIXTURE = {
     "unit_stride": 3,
     "dense": 2,
@@ -137,7 +137,8 @@ def draws(rng: np.random.Generator, *kinds: str) -> Iterator[ConvWgradProblem]:
 def _problem(
     rng: np.random.Generator, kind: Kind, sibling: ConvWgradProblem | None = None, number: int = 0
 ) -> ConvWgradProblem:
-    """Of that kind, with a sibling's window, channels and dtypes; without one, those in turns by `number`."""
+    """A problem of that kind, with a sibling's window, channels and dtypes; without a sibling, with those that `number`
+    selects."""
     while True:
         p = resized(rng, _drawn(rng, kind, number) if sibling is None else sibling)
         windows = p.reduction_size * p.taps * p.in_channels
@@ -146,7 +147,7 @@ def _problem(
 
 
 def _drawn(rng: np.random.Generator, kind: Kind, number: int) -> ConvWgradProblem:
-    """Everything but the batch, sizes and padding; the combinations of dtypes in turns."""
+    """A problem without batch, sizes and padding; the combinations of dtypes come in turns."""
     rank = int(rng.choice(kind.ranks))
     ones = (1,) * rank
     in_channels, out_channels, groups = kind.channels(rng)
@@ -176,12 +177,12 @@ def _drawn(rng: np.random.Generator, kind: Kind, number: int) -> ConvWgradProble
 
 
 def resized(rng: np.random.Generator, p: ConvProblem) -> Any:
-    """With another batch, and other sizes and padding."""
+    """The problem with another batch, and other sizes and padding."""
     size = tuple(int(n) for n in rng.integers(1, {1: 400, 2: 32, 3: 11}[p.rank], p.rank))
     reach = [(k - 1) * d for k, d in zip(p.kernel_spatial, p.rhs_dilation, strict=True)]
     mode = rng.random()
     if p.taps == 1 and set(p.window_strides) == {1}:
-        mode *= 2  # a plain matrix product for the most part
+        mode *= 2  # mostly plain matrix products
     if mode < 0.45:
         padding = tuple((int(low), int(high)) for low, high in rng.integers(-2, 6, (p.rank, 2)))
     elif mode < 0.75:
@@ -200,7 +201,7 @@ def device_plan(family: kernels.Family, p: Any, config: Any) -> DevicePlan:
 
 
 class Configs:
-    """Draws legal configs, most of them with device code that was drawn before: compiling is what takes time."""
+    """Draws legal configs, mostly with device code that was drawn before, since compiling takes most of the time."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -208,7 +209,7 @@ class Configs:
         self.sources: set[Any] = set()
 
     def draw(self, family: kernels.Family, p: ConvWgradProblem) -> Any:
-        """A candidate, or a config that an earlier problem had, for the most part with other splits."""
+        """A candidate, or a config that an earlier problem had, mostly with other splits."""
         known = self.known[family.name]
         pool = [c for c in known if self._serves(family, p, c)] if self.rng.random() < REUSE else []
         if pool:
@@ -217,7 +218,7 @@ class Configs:
             configs = family.candidates(p, TARGET)
             pool = [c for c in configs if family.workspace_bytes(p, c) <= DEFAULT_WORKSPACE_LIMIT]
             config = pool[self.rng.integers(len(pool))]
-            # With few splits, which are legal for most.
+            # With few splits, which most problems allow.
             single = dataclasses.replace(config, splits=1)
             legal = family.refusal(p, single, TARGET) is None
             known[single if legal else dataclasses.replace(config, splits=2)] = None
@@ -245,13 +246,13 @@ def integers(rng: np.random.Generator, p: ConvWgradProblem) -> tuple[np.ndarray,
 
 
 def place(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """An element, in each dimension often the first or the last."""
+    """The place of an element, in each dimension often the first or the last one."""
     return tuple(int((0, n - 1, rng.integers(n))[rng.integers(3)]) for n in shape)
 
 
 def reached(p: ConvWgradProblem, lhs_place: tuple[int, ...], g_place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(which weights depend on these two elements, which may be said to): one of g meets padding in some filter taps,
-    and whether that is a product with zero or none is the kernel's business."""
+    """The weights that depend on these two elements, and the weights that may depend on them. An element of g meets
+    padding at some filter taps; a kernel may multiply it by zero there, or skip it."""
     lhs, g = np.zeros(p.lhs_shape), np.zeros(p.g_shape)
     lhs[lhs_place] = g[g_place] = 1
     found = float64.conv_wgrad_on_host(p, lhs, np.ones(p.g_shape)) != 0

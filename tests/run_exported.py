@@ -1,4 +1,5 @@
-"""Runs an exported function with all that looks up, measures or compiles forbidden: python run_exported.py folder."""
+"""Runs an exported function while lookups, measurements and compilations are forbidden: python run_exported.py
+folder."""
 
 import json
 import pathlib

@@ -6,8 +6,8 @@ from jax_splitk.runtime.plan import DevicePlan, Int32Struct
 
 
 def fields(text: str, struct: str) -> dict[str, int]:
-    """Of a C struct and its base: each with how many words it takes, in order. Of a struct in it a field `name_h` for
-    each of its members."""
+    """The fields of a C struct and its base, in order, each with its number of words. For a nested struct `h` there is
+    a field `name_h` for each of its members."""
     found = re.search(rf"struct {struct}\b(?: : (\w+))? \{{(.*?)\n\}};", text, re.DOTALL)
     assert found is not None, struct
     body = re.sub(r"//.*", "", found[2])
@@ -20,7 +20,7 @@ def fields(text: str, struct: str) -> dict[str, int]:
 
 
 def arguments(plan: object, struct: str = "Args", launch: int = 0) -> dict[str, int]:
-    """A launch's argument of that type; of a divisor what it divides by."""
+    """A launch's argument of that struct type; for a divisor, the number that it divides by."""
     assert isinstance(plan, DevicePlan)
     sizes = fields(plan.source.text(), struct)
     structs = [param.values for param in plan.launches[launch].params if isinstance(param, Int32Struct)]

@@ -1,4 +1,4 @@
-"""The examples run and reach what they promise, or exit with an error; `make demo` runs digits.py."""
+"""The examples run and reach their stated accuracy, or exit with an error; `make demo` runs digits.py."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ def test_frameworks(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.exhaustive
 def test_quantized_digits() -> None:
-    """It exits with an error where it misses its own bounds."""
+    """It exits with an error if it misses its own bounds."""
     command = [sys.executable, str(EXAMPLES / "quantized_digits.py")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)

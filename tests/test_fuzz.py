@@ -51,7 +51,7 @@ def with_fewer_rows(rng: Rng, problem: Any) -> Any:
 
 
 def with_full_tiles(key: Key) -> Key:
-    """The first representative's."""
+    """The problem of the first representative."""
     return next(iter(buckets.representatives(key)), key)
 
 

@@ -1,4 +1,4 @@
-"""What `import jax_splitk` loads beyond JAX: what a lowering, a bar or the command line needs waits for them."""
+"""Which modules `import jax_splitk` loads: those for lowering, progress bars or the command line are loaded later."""
 
 import os
 import pathlib

@@ -1,5 +1,5 @@
-"""The mistakes of a newcomer: each message says what to do. Those of an installation (a checkout that is not built, an
-old jax, an old Python) are in tests/runtime/test_requirements.py."""
+"""A newcomer's mistakes: each message says what to do. Mistakes of installation (a checkout that is not built, an old
+jax, an old Python) are in tests/runtime/test_requirements.py."""
 
 import inspect
 import re
@@ -162,12 +162,12 @@ def test_intercept_needs_no_parentheses() -> None:
 
 
 def literals(hint: Any) -> set[Any]:
-    """The strings of a type that is one of them, or None, among others."""
+    """The strings that a type hint allows."""
     return {value for part in typing.get_args(hint) for value in (literals(part) or {part}) if isinstance(value, str)}
 
 
 def test_strings_of_public_functions_are_literals() -> None:
-    """A type checker knows the words that each accepts."""
+    """A type checker knows the words that each function accepts."""
     accepted = {
         "implementation": set(typing.get_args(Implementation)),
         "activation": set(typing.get_args(Activation)),

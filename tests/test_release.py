@@ -91,7 +91,7 @@ def test_the_files_of_the_project_have_its_version() -> None:
 
 
 def test_pyproject_is_what_old_pips_read() -> None:
-    """pip 21.1 takes no inline table of several lines."""
+    """pip 21.1 does not read inline tables of several lines."""
     text = (ROOT / "pyproject.toml").read_text()
     assert not re.findall(r"^\w[\w-]* = \{(?![^\n]*\}\s*(?:#[^\n]*)?$)[^\n]*$", text, re.MULTILINE)
     readme = tomllib.loads(text)["project"]["readme"]

@@ -1,4 +1,4 @@
-"""Float32 as tensor cores take it."""
+"""Rounding of float32 to tf32."""
 
 import numpy as np
 

@@ -1,8 +1,8 @@
 """Every public operation under every transformation of JAX, nested twice, beside the same operation in plain lax.
 
 A `Step` is a transformation with the operands that it acts on: mapped by `vmap` and `scan`, differentiated by `jvp` and
-`vjp`. The other operands are constant for it. A step with no operand at all is in the table, too: the operation then
-stands inside a function that is mapped or differentiated in something else.
+`vjp`. The other operands are constant for it. A step without operands is in the table, too: the operation then stands
+inside a function that is mapped or differentiated with respect to another value.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import jax_splitk
 from tests.problems import generator
 
 Function = Callable[..., jax.Array]
-SIZE = 2  # of a mapped axis
+SIZE = 2  # size of a mapped axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _intercepted(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _convolutions() -> Iterator[tuple[str, Operation]]:
-    """The four functions, and each implementation that a CPU has."""
+    """The four functions, with each implementation for a CPU."""
     for implementation in (None, "xla"):
         options = {**_GEOMETRY, "implementation": implementation}
         name = f"-{implementation}" if implementation else ""
@@ -87,7 +87,7 @@ def _products() -> Iterator[tuple[str, Operation]]:
 
 
 def _quantized() -> Iterator[tuple[str, Operation]]:
-    """In the order (x, scales, zero points). The elements are constants."""
+    """Products with operands in the order (x, scales, zero points). The elements are constants."""
     k, features, group = 64, 4, 32
     elements = generator(0).integers(-7, 8, (k, features))
     groups = (k // group, features)
@@ -154,8 +154,8 @@ def operations() -> dict[str, Operation]:
 
 # ---- transformations -------------------------------------------------------------------------------------------------
 
-# Each makes of a function of operands of these shapes, and some of their indices, another function of as many operands,
-# and says the shapes of its operands. Results are one array.
+# Each takes a function of operands with these shapes, and indices of some operands. It returns another function of as
+# many operands, and the shapes of its operands. Results are one array.
 _Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -164,7 +164,7 @@ def _numbers(shape: Sequence[int], seed: int) -> jax.Array:
 
 
 def _weighted(x: jax.Array) -> jax.Array:
-    """A sum that differs where elements have changed places."""
+    """A weighted sum, which changes if elements change places."""
     return jnp.sum(x * _numbers(x.shape, 7))
 
 
@@ -191,7 +191,7 @@ def _scan(f: Function, shapes: _Shapes, those: Sequence[int]) -> tuple[Function,
 
 
 def _of_those(f: Function, x: Sequence[jax.Array], those: Sequence[int]) -> tuple[Function, list[jax.Array]]:
-    """The function of some operands, and these; with none, of a factor."""
+    """A function of some of the operands, and their values; without any, a function of a factor."""
     if not those:
         return lambda t: t * f(*x), [jnp.float32(1)]
 
@@ -249,7 +249,8 @@ class Step:
 
 
 def steps(operands: int, *, every: bool = True) -> list[Step]:
-    """Every transformation of every subset of so many operands; else of none of them, each of them and all of them."""
+    """Every transformation of subsets of the operands: all subsets if `every`, else none of them, each alone, and
+    all."""
     sizes = range(operands + 1) if every else sorted({0, 1, operands})
     subsets = [those for n in sizes for those in itertools.combinations(range(operands), n)]
     return [Step(name, those) for name in _ACTING for those in subsets] + [Step(name) for name in _WHOLE]

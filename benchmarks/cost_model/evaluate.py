@@ -3,9 +3,9 @@
 python -m benchmarks.cost_model.evaluate OUT.jsonl [--earlier FILE ...] [--problems 300] [--seconds 540]
 python -m benchmarks.cost_model.evaluate OUT.jsonl [MORE.jsonl ...] --report TABLE.md PLOT.svg
 
-Each problem is chosen for by the cost model alone, tuned, and every few problems tuned again; then all that was chosen,
-the fastest that tuning saw and XLA are timed once more against each other, which decides who was right. Like a sweep it
-adds a line for each problem, and goes on where it was cut off.
+For each problem the cost model makes a choice, tuning makes another, and for every few problems a second tuning makes a
+third. Then these choices, the fastest candidates of the tuning and XLA are timed against each other. This last
+measurement gives the figures. Each problem adds a line to OUT; a later run continues after the last line.
 """
 
 import argparse
@@ -39,22 +39,22 @@ from jax_splitk.tuning.select import select
 
 SEED = 6  # no fit has it: 1 is a sweep's, 3 to 5 are in data/
 OPS = ("conv_wgrad", "quantized_matmul")
-AGAIN = 5  # one of so many problems is tuned twice
+AGAIN = 5  # one problem in so many is tuned twice
 BEHIND = 2  # whose last measurement the next ones do not wait for
-FASTEST = 4  # of those that tuning saw, timed once more
-ROUNDS = 9  # of that
-TIE = 0.02  # a winner within so much of another is none
+FASTEST = 4  # fastest candidates of the tuning that are timed once more
+ROUNDS = 9  # rounds of the last measurement
+TIE = 0.02  # a candidate that wins by less is not faster
 CHOICES = ("first", "untuned", "tuned", "again")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One problem's figures, from the last measurement, microseconds.
+    """One problem's figures from the last measurement, in microseconds.
 
     Attributes:
-      us: of each of `CHOICES` that was made: the cost model's first choice of ours, what is lowered untuned, after
-        tuning, and after tuning again. XLA may be any but the first.
-      best_us: of the fastest of all.
+      us: the time of each of `CHOICES` that was made: the cost model's first choice among our kernels, the choice
+        without tuning, after tuning, and after a second tuning. Any but the first may be XLA.
+      best_us: the time of the fastest candidate.
     """
 
     problem: str
@@ -69,19 +69,19 @@ class Outcome:
         return self.us[choice] / self.best_us - 1
 
     def over_xla(self, choice: str) -> float:
-        """How much slower than XLA."""
+        """How much slower than XLA the choice is."""
         return self.us[choice] / self.xla_us - 1
 
     @property
     def flipped(self) -> bool:
-        """Whether tuning again came to something that is not as fast."""
+        """Whether the second tuning chose a slower candidate."""
         fast, slow = sorted((self.us["tuned"], self.us["again"]))
         return slow > fast * (1 + TIE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What was chosen for a problem, by the names of `CHOICES`, and what tuning found."""
+    """The choices for a problem, by the names of `CHOICES`, and the measurements of tuning."""
 
     drawn: Drawn
     choices: dict[str, Candidate]
@@ -89,7 +89,7 @@ class Chosen:
 
 
 def chosen(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> Chosen:
-    """Chooses and tunes. Raises RuntimeError where XLA cannot compute the problem."""
+    """Chooses and tunes. Makes all choices for a problem. Raises RuntimeError if XLA cannot compute it."""
     problem, key = drawn.problem, key_for(drawn.problem, target)
     entries = tuple(tuner.tune(key, seconds=seconds) for _ in range(1 + again))
     choices = {"untuned": untuned(problem, target), "tuned": entries[0].choice}
@@ -101,7 +101,8 @@ def chosen(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> 
 
 
 def evaluated(of: Chosen, target: Target) -> tuple[Outcome, tuple[Timed, ...]]:
-    """The last measurement; and all times of our candidates and XLA, its own where it has one.
+    """The figures of the last measurement, and one time for each of our candidates and XLA, from the last measurement
+    if it has one.
 
     Raises:
       RuntimeError: one of the choices cannot be timed.
@@ -121,12 +122,12 @@ def evaluated(of: Chosen, target: Target) -> tuple[Outcome, tuple[Timed, ...]]:
 
 
 def untuned(problem: Problem, target: Target) -> Candidate:
-    """What is lowered where no cache or table has an answer."""
+    """The choice that is lowered if no cache or table has a decision."""
     return select(problem, target, Options()).candidate
 
 
 def fastest(entries: Iterable[Entry]) -> list[Candidate]:
-    """Of ours, by what tuning measured."""
+    """Our candidates that tuning measured to be the fastest."""
     us: dict[Candidate, float] = {}
     for entry in entries:
         for m in entry.measurements:
@@ -138,8 +139,8 @@ def fastest(entries: Iterable[Entry]) -> list[Candidate]:
 def run(options: argparse.Namespace) -> int:
     """The number of problems that were evaluated.
 
-    As in `tune`, the next ones are searched, and their kernels compiled, while one is awaited; and its last measurement
-    is taken while the next ones are.
+    As in `tune`, searches for the next problems run, and compile their kernels, while one problem is awaited. Its last
+    measurement waits until then, too.
     """
     target, deadline = target_for(local_platform()), time.monotonic() + options.seconds
     known = [line for path in (*options.earlier, *options.out) for line in records.lines(path)]
@@ -157,7 +158,8 @@ def run(options: argparse.Namespace) -> int:
             print(line, file=out, flush=True)
 
         def finish(most: int) -> int:
-            """Waits for the last measurements but for so many, and writes their outcomes; how many there are."""
+            """Waits until at most `most` last measurements are under way, and writes the outcomes of the others.
+            Returns their number."""
             done = 0
             while len(last) > most:
                 index, text = last.popleft()
@@ -186,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def lines_of(index: int, of: Chosen, target: Target, seed: int) -> str:
-    """The outcome, and the times as a record that later fits may see."""
+    """The lines of a problem: its outcome, and its times as a record that later fits may use."""
     outcome, timed = evaluated(of, target)
     report.say(f"{index}: {of.drawn.problem}: {outcome.us}, XLA {outcome.xla_us}, best {outcome.best_us}")
     record = Record(of.drawn.problem, target, timed, index, of.drawn.kind)
@@ -223,7 +225,7 @@ def table(found: Sequence[Outcome]) -> list[list[str]]:
 
 
 def plot(found: Sequence[Outcome]) -> Any:
-    """Share of problems by regret, and by how much slower than XLA."""
+    """Plots the share of problems by regret, and by how much slower than XLA they are."""
     # The device machine may lack matplotlib.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -248,7 +250,7 @@ def plot(found: Sequence[Outcome]) -> Any:
 
 
 def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> None:
-    """The table where a name ends in .md, else the plot."""
+    """Writes the table to paths that end in .md, the plot to others."""
     for path in paths:
         if path.suffix == ".md":
             path.write_text(report.markdown(table(found)) + "\n")

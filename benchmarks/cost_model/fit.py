@@ -1,13 +1,13 @@
-"""Fits what the package's estimates are made of to recorded times: the devices' rates, what is learned besides, and
-XLA's times. See README.md of benchmarks.
+"""Fits the package's estimates to recorded times: the devices' rates, the trees that correct them, and XLA's times. See
+README.md of benchmarks.
 
 python -m benchmarks.cost_model.fit [SWEEP.jsonl ...] [--write] [--rates]
 
-All of `cost_model/data` and the rows of the shipped tables take part. Problems are dealt to ten folds. The table tells
-how good first choices are by fits that have not seen the problem; what is written has seen all.
+The data are all of `cost_model/data` and the rows of the shipped tables. Problems are divided into ten folds. The table
+shows how good first choices are if the fit has not seen the problem; the fit that is written has seen all problems.
 
-The rates of `MEASURED` stay as they are in a device's file: `python -m benchmarks.ceilings` measures two, shared
-memory's is 128 bytes a clock of the data sheet.
+The rates of `MEASURED` stay as they are in a device's file: `python -m benchmarks.ceilings` measures two of them, and
+the rate of shared memory is 128 bytes a clock by the data sheet.
 """
 
 import argparse
@@ -45,7 +45,7 @@ OURS, XLAS = Shape(rounds=150, leaves=64), Shape(rounds=120, leaves=8, least=5, 
 
 
 def fold(problem: Problem) -> int:
-    """Always the same one for a problem."""
+    """The fold of a problem, always the same."""
     digest = hashlib.sha256(json.dumps(problem_as_dict(problem), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") % FOLDS
 
@@ -59,18 +59,18 @@ def work_of(row: Row) -> Work:
 
 
 def _weights(rows: Sequence[Row]) -> np.ndarray:
-    """Only the fast ones need be told apart."""
+    """Weights of the rows: fast candidates weigh more, since only they must be told apart."""
     return np.array([row.best_us / row.us if row.spread <= MAX_SPREAD else 0.01 for row in rows])
 
 
 def _kinds(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """The rows' numbers by their devices."""
+    """The indices of each device's rows."""
     names = np.array([row.target.device_kind for row in rows])
     return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
 
 
 def fit_rates(rows: Sequence[Row], works: Sequence[Work], old: dict[str, Rates]) -> dict[str, Rates]:
-    """By device. All that is not measured is fitted to all devices' times together."""
+    """By device. Fits all rates that are not measured to the times of all devices together."""
     kinds, logs, weights = _kinds(rows), np.log([row.us * 1e-6 for row in rows]), _weights(rows)
     groups = np.array([row.group for row in rows])
     total = np.maximum(np.bincount(groups, weights), 1e-9)
@@ -89,13 +89,13 @@ def fit_rates(rows: Sequence[Row], works: Sequence[Work], old: dict[str, Rates])
         mean = (np.bincount(groups, errors * weights) / total)[groups]
         each = np.sqrt(weights) * (errors - mean) / NOISE, np.sqrt(weights) * mean / COMMON_NOISE
         soft = [np.sign(e) * np.sqrt(2 * (np.sqrt(1 + e**2) - 1)) for e in each]
-        return np.concatenate([*soft, x - start])  # where no time depends on a rate, it stays
+        return np.concatenate([*soft, x - start])  # a rate on which no time depends stays as it is
 
     return at(optimize.least_squares(residuals, start, max_nfev=EVALUATIONS, diff_step=1e-3).x)
 
 
 def data_of(rows: Sequence[Row], works: Sequence[Work], rates: dict[str, Rates]) -> tuple[Data, np.ndarray, list[str]]:
-    """(what the trees learn, seconds by the rates, the families)."""
+    """(the data of the trees, seconds by the rates, the families)."""
     families = sorted({row.candidate.name for row in rows})
     seconds, features = np.zeros(len(rows)), list[np.ndarray](np.zeros(0) for _ in rows)
     for kind, own in _kinds(rows).items():
@@ -112,7 +112,7 @@ def data_of(rows: Sequence[Row], works: Sequence[Work], rates: dict[str, Rates])
 
 
 def spreads(names: Sequence[str], of: Sequence[str], errors: np.ndarray, weights: np.ndarray) -> list[float]:
-    """Each name's standard deviation of errors; few errors have, for the most part, everybody's."""
+    """The standard deviation of each name's errors. For names with few errors it is mostly that of all errors."""
     prior, found = 3.0, []
     everybody = float(np.sum(weights * errors**2) / np.sum(weights))
     for name in names:
@@ -137,7 +137,7 @@ def fit_xla(found: Sequence[Record]) -> tuple[dict[str, np.ndarray], np.ndarray]
     for i, name in enumerate(classes):
         sizes = np.array([list(of.sizes.values()) for n, (_, of) in zip(names, problems, strict=True) if n == name])
         ranges[i, : sizes.shape[1]] = np.stack([sizes.min(0), sizes.max(0)], axis=1)
-    # What something disturbed counts little.
+    # Disturbed times count little.
     bounded = np.clip(errors, -1.0, 1.0)
     arrays = {
         **learn.fit(data, XLAS).arrays(),
@@ -150,12 +150,12 @@ def fit_xla(found: Sequence[Record]) -> tuple[dict[str, np.ndarray], np.ndarray]
 
 
 def text_of(rates: Any) -> str:
-    """A device's file."""
+    """The text of a device's file."""
     return json.dumps(dataclasses.asdict(rates), indent=1) + "\n"
 
 
 def report(rows: Sequence[Row], seconds: np.ndarray, corrected: np.ndarray) -> list[list[str]]:
-    """A table of first choices and errors, all and by families."""
+    """A table of the regret of first choices and of errors: for all rows and for each family."""
     us = np.array([row.us * 1e-6 for row in rows])
     table = [
         ["", "times", "mean error by the rates", "held out", "regret by the rates (mean / 99% / worst)", "held out"]

@@ -1,5 +1,5 @@
-"""Boosted trees that learn what is left of logarithms of times, and how well they do on problems that they have not
-seen. Needs LightGBM (the extra `bench`)."""
+"""Boosted trees that correct the logarithms of estimated times, and their errors on problems that they have not seen.
+Needs LightGBM (the extra `bench`)."""
 
 import dataclasses
 import functools
@@ -12,20 +12,20 @@ from jax_splitk.kernels.forest import UNITS, Forest
 
 FOLDS = 10
 DEPTH = 8
-# Of a mean error over a problem's candidates so much counts: choices depend on the rest.
+# The part of a problem's mean error over its candidates that counts: choices depend only on the differences.
 COMMON = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What trees are fitted to, one row for each time.
+    """The data of a fit, one row for each time.
 
     Attributes:
       rows: features, float32.
-      logs: the logarithm of time over the estimate that the trees correct.
-      weights: of each row.
-      groups: the number of each row's choice: the candidates of one are compared with each other.
-      folds: of each row, below `FOLDS`; rows of one problem have the same.
+      logs: the logarithm of the time over the estimate that the trees correct.
+      weights: the weight of each row.
+      groups: the number of each row's group; the candidates of a group are compared with each other.
+      folds: the fold of each row, below `FOLDS`; rows of one problem have the same fold.
     """
 
     rows: np.ndarray
@@ -40,14 +40,14 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How much the trees can hold.
+    """The size of the trees.
 
     Attributes:
-      rounds: trees.
-      leaves: of each.
-      rate: part of what a tree learns that is kept.
-      least: times of a leaf.
-      common: `COMMON`, or 1 where rows of a group are not compared.
+      rounds: number of trees.
+      leaves: number of leaves in a tree.
+      rate: learning rate.
+      least: fewest times in a leaf.
+      common: `COMMON`, or 1 if rows of a group are not compared.
     """
 
     rounds: int
@@ -58,7 +58,8 @@ class Shape:
 
 
 def fit(data: Data, shape: Shape) -> Forest:
-    """Least squares, but for the part of errors that is common to a group. The same data give the same trees."""
+    """Fits trees by least squares, without most of the error that the rows of a group share. The same data give the
+    same trees."""
     import lightgbm  # noqa: PLC0415 - only where trees are fitted
 
     groups = np.unique(data.groups, return_inverse=True)[1]
@@ -123,7 +124,7 @@ def _forest(trees: Sequence[dict[str, Any]]) -> Forest:
 
 
 def held_out(data: Data, shape: Shape) -> np.ndarray:
-    """Logarithms of the factors of every row, by a fit to the other folds."""
+    """The logarithm of the correction of every row, by a fit to the other folds."""
     found = np.zeros(len(data.logs))
     for fold in range(FOLDS):
         own = data.folds == fold

@@ -1,12 +1,12 @@
-"""Families and options of configs that were never the best: which they are, and their times beside the best's.
+"""Finds families and options of configs that were never the best, and times them beside the best.
 
 python -m benchmarks.cost_model.options OUT.jsonl [--also NAME[.FIELD[=VALUE]] ...] [--seconds 220]
 
-An option is a value of a config's field. Those that are never the best of a problem that was recorded (data/) or ships
-(jax_splitk/tables) are forced on problems that their family serves, and timed in turns with the best that is known.
-OUT gets a line for each problem, which `benchmarks.cost_model.fit` reads. Then a table says of each option on how many
-problems it was timed, and how many times as fast as everything else it was where it did best: below 1.02 everywhere, it
-can be deleted.
+An option is a value of a config's field. The program takes the options that are the best of no recorded (data/) or
+shipped (jax_splitk/tables) problem. It forces them on problems that their family serves, and times them in turns with
+the best known candidates. OUT gets a line for each problem, which `benchmarks.cost_model.fit` reads. A table then shows
+on how many problems each option was timed, and its largest gain over all other candidates. An option whose gain is
+always below 1.02 can be deleted.
 """
 
 import argparse
@@ -42,23 +42,24 @@ from jax_splitk.tuning.entry import candidate_from
 from jax_splitk.tuning.key import problem_from_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
-# A field of a config with at most so many values in use is an option, each of whose values must be the best somewhere;
-# of one with more, such as a number of splits, two must be.
+# If a config's field has at most so many values in use, each value is an option and must be the best somewhere. If a
+# field has more values, such as a number of splits, two of them must be.
 FEW = 4
 SERVED = 8  # problems of a family whose candidates tell which values are in use
-PROBLEMS = 4  # that each option is timed on: half are those where its estimate is the nearest to the best
+PROBLEMS = 4  # that each option is timed on: half of them are those where its estimate is the nearest to the best
 FORCED = 2  # configs with an option, of a problem
 OTHERS = 2  # candidates by their estimates, beside the best that is known
 AHEAD = 8  # problems whose kernels compile while the device is busy
 TIE = 1.02
-SEED, DRAWN = 9, 400  # of random problems, for families that no recorded problem is of
+SEED, DRAWN = 9, 400  # seed of random problems, for families without a recorded problem
 
 
 class Option(NamedTuple):
-    """A value of a field; a family, without a field; a field that is the best with one value only, without a value.
+    """A value of a field. Without a field: a whole family. Without a value: a field that was the best with one value
+    only.
 
     Attributes:
-      families: all that have configs of one kind, joined by "/"; or the family.
+      families: all families that share a type of config, joined by "/"; or one family.
     """
 
     families: str
@@ -79,7 +80,7 @@ def families() -> list[Family[Any, Any]]:
 
 @functools.cache
 def groups() -> dict[str, str]:
-    """By a family's name: those that compute passes of one kind with the same configs."""
+    """Maps a family's name to the names of all families that compute passes of one kind with the same configs."""
     alike: dict[tuple[Any, str], list[str]] = collections.defaultdict(list)
     for family in families():
         alike[family.Config, family.name.partition("_")[2]].append(family.name)
@@ -96,14 +97,14 @@ def shipped() -> Iterator[tuple[Problem, Candidate]]:
 
 
 def best(record: Record) -> Candidate | None:
-    """The fastest that was timed, if it is a kernel and not the only one."""
+    """The fastest timed candidate, if it is a kernel and was timed against another candidate."""
     us = {t.candidate: t.us for t in record.timed if t.us is not None}
     fastest = min(us, key=lambda c: us[c], default=XLA)
     return fastest if fastest != XLA and len(us) > 1 else None
 
 
 def decided(found: Iterable[Record]) -> dict[Problem, Candidate]:
-    """The best that is known of each problem, and problems of families that none of these is of."""
+    """The best known candidate of each problem, with random problems for families that have none."""
     known = {**{record.problem: best(record) or XLA for record in found}, **dict(shipped())}
     stream = problems.stream(SEED, DEFAULT_CUDA, problems.OPERATIONS, problems.MAX_FLOPS)
     drawn = [drawn.problem for _, drawn in itertools.islice(stream, DRAWN)]
@@ -114,7 +115,7 @@ def decided(found: Iterable[Record]) -> dict[Problem, Candidate]:
 
 
 def usual(option: Option, known: Mapping[Problem, Candidate]) -> Any:
-    """The only value with which a field without one is the best."""
+    """The only value with which the option's field was the best."""
     of_group = (c.config for c in known.values() if c.name in option.families.split("/"))
     return next((getattr(config, option.field) for config in of_group), None) if option.field else None
 
@@ -124,7 +125,7 @@ def options(name: str, config: Any) -> Iterator[Option]:
 
 
 def near(family: Family[Any, Any], problem: Problem) -> list[Any]:
-    """Candidates, and the legal neighbours of the first one."""
+    """The family's candidates, and the legal neighbours of the first candidate."""
     configs = list(family.candidates(problem, DEFAULT_CUDA))
     steps = family.neighbours(problem, configs[0], DEFAULT_CUDA) if configs else ()
     return [*configs, *(config for config in steps if family.refusal(problem, config) is None)]
@@ -135,7 +136,7 @@ def served(family: Family[Any, Any], some: Iterable[Problem]) -> Iterator[Proble
 
 
 def in_use(found: Sequence[Record]) -> set[Option]:
-    """What was timed, ships, or is a candidate, or a neighbour of one, for some problems of each family."""
+    """All options in use: timed, shipped, or of a candidate or its neighbour for some problems of each family."""
     timed = [(c.name, c.config) for record in found for c in record.times()]
     timed += [(candidate.name, candidate.config) for _, candidate in shipped()]
     known = dict.fromkeys([*(problem for problem, _ in shipped()), *(record.problem for record in found)])
@@ -146,7 +147,7 @@ def in_use(found: Sequence[Record]) -> set[Option]:
 
 
 def lost_values(values: set[Any], wins: set[Any]) -> set[Any]:
-    """Of a field those that are never the best; None for one of numbers that need not be a field."""
+    """The values of a field that are never the best; None stands for all but one value of a field with many numbers."""
     if 1 < len(values) <= FEW:
         return values - wins
     return set() if len(wins) > 1 else {None}
@@ -172,7 +173,7 @@ def never_best(found: Sequence[Record]) -> set[Option]:
 
 
 def has(option: Option, name: str, config: Any, but: Any = None) -> bool:
-    """Whether a family's config has the option; without a value, any but that one."""
+    """Whether a family's config has the option; for an option without a value, any value other than `but`."""
     if name not in option.families.split("/"):
         return False
     if not option.field:
@@ -182,7 +183,7 @@ def has(option: Option, name: str, config: Any, but: Any = None) -> bool:
 
 
 def forced(option: Option, family: Family[Any, Any], problem: Problem, but: Any) -> list[Candidate]:
-    """The configs with the option that are estimated to be the fastest."""
+    """The configs with the option whose estimates are the fastest."""
     found = dict.fromkeys(near(family, problem))
     if option.field:
         values = [option.value] if option.value is not None else [v for v in (1, 2, 4, 8) if v != but]
@@ -207,7 +208,7 @@ def _seconds(problem: Problem, candidate: Candidate) -> float:
 
 @dataclasses.dataclass
 class Wanted:
-    """A problem, what is timed of it, and which options that has."""
+    """A problem, the candidates to time, and the options that they have."""
 
     problem: Problem
     candidates: dict[Candidate, None]
@@ -215,7 +216,8 @@ class Wanted:
 
 
 def wanted(lost: Iterable[Option], known: Mapping[Problem, Candidate]) -> tuple[list[Wanted], list[Option]]:
-    """What is timed, each option's first problem before all second ones; and the options that no problem takes."""
+    """The problems to time, with each option's first problem before all second ones; and the options that no problem
+    takes."""
     rng, found, idle = np.random.default_rng(SEED), dict[Problem, Wanted](), list[Option]()
     chosen = {option: _chosen(option, known, rng) for option in lost}
     for place in range(PROBLEMS):
@@ -239,7 +241,7 @@ def _of(family: Family[Any, Any], problem: Problem) -> Sequence[Any]:
 def _chosen(
     option: Option, known: Mapping[Problem, Candidate], rng: np.random.Generator
 ) -> list[tuple[Problem, list[Candidate]]]:
-    """The problems that an option is timed on, with its configs."""
+    """The problems on which an option is timed, with its configs."""
     found = []
     for family in families():
         if family.name not in option.families.split("/"):
@@ -255,14 +257,14 @@ def _chosen(
 
 
 def _compiled(given: Wanted, given_up: threading.Event) -> None:
-    # An error comes again where the candidate is measured.
+    # The measurement of the candidate raises the error again.
     with contextlib.suppress(Exception):
         plans = [candidate.plan(given.problem) for candidate in given.candidates]
         compiler.compile_sources({plan.source for plan in plans if isinstance(plan, DevicePlan)}, given_up)
 
 
 def run(suite: Sequence[Wanted], target: Target, out: pathlib.Path, deadline: float) -> list[Record]:
-    """Times the problems until the deadline; each is a line as soon as it is measured."""
+    """Times the problems until the deadline; writes a line after each problem."""
     found, given_up = list[Record](), threading.Event()
     pool = concurrent.futures.ThreadPoolExecutor(3)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +278,7 @@ def run(suite: Sequence[Wanted], target: Target, out: pathlib.Path, deadline: fl
                 waiting += [pool.submit(_compiled, each, given_up) for each in suite[number + AHEAD :][:1]]
                 try:
                     timed = measured(given.problem, target, list(given.candidates), threading.Event())
-                except Exception as error:  # one problem must not cost the others
+                except Exception as error:  # continue with the other problems
                     report.say(f"{given.problem}: {type(error).__name__}: {str(error)[:300]}")
                     continue
                 found.append(Record(given.problem, target, timed, number, "options"))
@@ -289,7 +291,8 @@ def run(suite: Sequence[Wanted], target: Target, out: pathlib.Path, deadline: fl
 
 
 def rows(lost: Iterable[Option], found: Sequence[Record], known: Mapping[Problem, Candidate]) -> list[list[str]]:
-    """A table: the time of the fastest without the option over the fastest with it, where that is the greatest."""
+    """A table with the largest gain of each option: the time of the fastest candidate without it over the fastest with
+    it."""
     table_rows = [["option", "problems", "best ratio winner/option", "where", ""]]
     for option in lost:
         ratios: dict[Problem, float] = {}
@@ -309,7 +312,7 @@ def rows(lost: Iterable[Option], found: Sequence[Record], known: Mapping[Problem
 
 
 def _option(text: str) -> Option:
-    """The option that `str` says."""
+    """Parses the text of an option; the inverse of `str`."""
     name, _, rest = text.partition(".")
     field, _, value = rest.partition("=")
     if not set(name.split("/")) <= set(groups()):

@@ -1,4 +1,4 @@
-"""Random problems as networks have them, and log-uniform ones: number `index` of a seed is always the same."""
+"""Random problems: layers of networks, and log-uniform sizes. A seed and an index always give the same problem."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ Rng = np.random.Generator
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """A problem and what it was drawn as."""
+    """A problem and the kind from which it was drawn."""
 
     kind: str
     problem: Problem
@@ -45,7 +45,7 @@ def _log_uniform(rng: Rng, low: float, high: float, multiple: int = 1) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A convolution but for batch and dtypes; `causal`: all padding in front of the last dimension."""
+    """A convolution without batch and dtypes. `causal`: the last dimension has padding at its beginning only."""
 
     image: tuple[int, ...]
     channels: int
@@ -174,7 +174,7 @@ def _patches(rng: Rng) -> _Layer:
 
 
 def _any_layer(rng: Rng) -> _Layer:
-    """Log-uniform sizes."""
+    """A convolution with log-uniform sizes."""
     rank = _one(rng, 1, 2, 2, 2, 3)
     image = tuple(_log_uniform(rng, *{1: (32, 65536), 2: (4, 512), 3: (2, 64)}[rank]) for _ in range(rank))
     kernel = tuple(_one(rng, 1, 2, 3, 3, 4, 5, 7) for _ in range(rank))
@@ -224,7 +224,7 @@ def _convolution(rng: Rng) -> tuple[str, ConvWgradProblem]:
 
 
 def _dense_layer(rng: Rng) -> tuple[str, int, int]:
-    """(kind, outputs, inputs) of a layer of a transformer, whole or a part of several devices', or log-uniform."""
+    """(kind, outputs, inputs) of a transformer's layer, whole or one device's part, or of log-uniform sizes."""
     if rng.random() < 0.3:
         multiple = _one(rng, 8, 64, 128)
         return "log-uniform", _log_uniform(rng, 64, 32768, multiple), _log_uniform(rng, 256, 16384, 128)
@@ -249,7 +249,7 @@ def _quantized(rng: Rng) -> tuple[str, Problem]:
 
 
 def _dot(rng: Rng) -> tuple[str, Problem]:
-    """Weight gradients of dense layers for the most part: the reduction over tokens is long."""
+    """Mostly weight gradients of dense layers, whose reduction over tokens is long."""
     kind, m, n = _dense_layer(rng)
     if rng.random() < 0.5:
         m, n = (_log_uniform(rng, 64, 2048, 8) for _ in range(2))
@@ -265,7 +265,7 @@ def _weight_gradient(rng: Rng) -> tuple[str, Problem]:
 
 
 def _other_pass(rng: Rng, pass_: type[ConvFpropProblem | ConvDgradProblem]) -> tuple[str, Problem]:
-    """Of a convolution whose weight gradient might have been drawn."""
+    """The other pass of a convolution that `_wgrad` could draw."""
     kind, wgrad = _convolution(rng)
     return kind, canonical(pass_(**{**vars(wgrad), "out_dtype": wgrad.dtype}))
 
@@ -278,12 +278,12 @@ _OPERATIONS: dict[str, Callable[[Rng], tuple[str, Problem]]] = {
     "conv_dgrad": functools.partial(_other_pass, pass_=ConvDgradProblem),
 }
 OPERATIONS = tuple(_OPERATIONS)
-# Of twelve problems in turns.
+# Twelve kinds of problems in turns.
 _TURNS = (0, 1, 3, 0, 4, 2, 0, 1, 3, 0, 4, 1)
 
 
 def draw(seed: int, index: int, target: Target, ops: Sequence[str] = OPERATIONS, max_flops: float = MAX_FLOPS) -> Drawn:
-    """Problem number `index` of a seed, which some kernel on the target serves."""
+    """Problem number `index` of a seed. Some kernel on the target serves it."""
     rng = np.random.default_rng([seed, index])
     turns = [OPERATIONS[turn] for turn in _TURNS if OPERATIONS[turn] in ops]
     op = turns[index % len(turns)]
@@ -300,7 +300,7 @@ def _is_served(problem: Problem, target: Target) -> bool:
 
 
 def _cut(problem: Any, max_flops: float) -> Any:
-    """With as much of its batch, rows or k as is allowed."""
+    """The problem with batch, rows or k cut so that its work is at most `max_flops`."""
     name = {"quantized_matmul": "rows", "dot_general": "k"}.get(problem.op, "batch")
     excess = max(problem.flops / max_flops, problem.bytes_moved / MAX_BYTES)
     if excess <= 1:
@@ -311,7 +311,7 @@ def _cut(problem: Any, max_flops: float) -> Any:
 
 
 def stream(seed: int, target: Target, ops: Sequence[str], max_flops: float) -> Iterator[tuple[int, Drawn]]:
-    """The problems of a seed, each once, with their numbers."""
+    """The problems of a seed with their indices, without repetitions."""
     seen: set[Problem] = set()
     for index in itertools.count():
         drawn = draw(seed, index, target, ops, max_flops)

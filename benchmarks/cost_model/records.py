@@ -1,4 +1,4 @@
-"""What a sweep measured, as lines of JSON: a problem, the machine, and the time of each candidate."""
+"""Records of measurements, as lines of JSON: a problem, the machine, and the time of each candidate."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ DATA = pathlib.Path(__file__).parent / "data"
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A candidate's microseconds, and how far apart its rounds were, relative; or why there are none."""
+    """A candidate's time in microseconds with the relative spread of its rounds, or the reason why it has none."""
 
     candidate: Candidate
     us: float | None
@@ -38,8 +38,8 @@ class Record:
     """One problem.
 
     Attributes:
-      index: its number among those of a seed.
-      kind: what it was drawn as.
+      index: the problem's index in its seed.
+      kind: the kind from which it was drawn.
     """
 
     problem: Problem
@@ -49,7 +49,7 @@ class Record:
     kind: str = ""
 
     def times(self) -> dict[Candidate, float]:
-        """Of ours that were measured, microseconds."""
+        """The times of our measured candidates, in microseconds."""
         return {t.candidate: t.us for t in self.timed if t.us is not None and t.candidate != XLA}
 
     @property
@@ -57,7 +57,7 @@ class Record:
         return next((t.us for t in self.timed if t.candidate == XLA), None)
 
     def dumps(self, seed: int | None = None) -> str:
-        """As a line, with the seed that the index is of."""
+        """The record as a line, with the seed of its index."""
         fields = {
             **({} if seed is None else {"seed": seed}),
             "index": self.index,
@@ -70,7 +70,7 @@ class Record:
 
 
 def loads(text: str) -> Record:
-    """Inverse of `Record.dumps`. Candidates that this version does not have, or refuses, are left out."""
+    """Inverse of `Record.dumps`. Reads a record, without candidates that this version does not have or refuses."""
     data = json.loads(text)
     op = data["problem"].pop("op")
     problem, target = problem_from_dict(op, data["problem"]), Target(**data["target"])
@@ -86,7 +86,7 @@ def loads(text: str) -> Record:
 
 
 def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file, none where there is no file. A last line that was cut off is left out."""
+    """The objects in a file; none if the file is missing. Skips an incomplete last line."""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             yield json.loads(line)
@@ -95,7 +95,7 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def read(paths: Iterable[pathlib.Path]) -> list[Record]:
-    """The records in some files, but for those of convolutions that this version computes as others."""
+    """The records in the files, without convolutions that this version computes as other convolutions."""
     found = (loads(json.dumps(each)) for path in paths for each in lines(path) if "timed" in each)
     return [r for r in found if not isinstance(r.problem, ConvProblem) or canonical(r.problem) == r.problem]
 
@@ -113,6 +113,6 @@ def shipped(target: Target) -> list[Record]:
 
 
 def is_held_out(problem: Problem, share: float) -> bool:
-    """Whether a problem is one of the share that no fit sees: always the same ones."""
+    """Whether a problem is in the share that no fit sees. The answer is always the same."""
     digest = hashlib.sha256(json.dumps(problem_as_dict(problem), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32

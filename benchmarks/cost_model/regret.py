@@ -1,4 +1,4 @@
-"""How good first choices are on recorded times: by the package's estimates, or by any others."""
+"""The regret of first choices on recorded times, by the package's estimates or by others."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,13 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate
 
-MAX_SPREAD = 0.25  # of the rounds of a time that counts in a fit
+MAX_SPREAD = 0.25  # largest spread of the rounds of a time that counts in a fit
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A candidate's time. `group`: the number of its problem and device; `best_us`: the fastest of the group."""
+    """A candidate's time. A time of a candidate. `group`: the number of its problem and device; `best_us`: the fastest
+    time of the group."""
 
     group: int
     problem: Problem
@@ -40,8 +41,8 @@ class Regret:
 
 
 def merged(found: Iterable[Record]) -> list[Row]:
-    """Times of our candidates. Records of one problem on a device become one; of a candidate's times the lower
-    counts."""
+    """Times of our candidates. Records of one problem on one device are joined, with the lowest time of each
+    candidate."""
     times: dict[tuple[Problem, Target], dict[Candidate, tuple[float, float]]] = {}
     for record in found:
         own = times.setdefault((record.problem, record.target), {})
@@ -71,7 +72,8 @@ def estimated(rows: Sequence[Row]) -> np.ndarray:
 
 
 def regret(rows: Sequence[Row], seconds: np.ndarray) -> Regret:
-    """First choices by these seconds, over problems of several candidates; of equal ones the first."""
+    """The regret of the choices that have the least `seconds`, over problems with several candidates. Among equal ones
+    the first counts."""
     choices: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         choices.setdefault(row.group, []).append(i)

@@ -1,10 +1,10 @@
-"""Times of random problems' candidates, which the cost models are fitted to. See README.md of benchmarks.
+"""Times candidates of random problems. The cost model is fitted to these times. See README.md of benchmarks.
 
 python -m benchmarks.cost_model.sweep OUT.jsonl [--earlier FILE ...] [--seed 1] [--seconds 540] [--explore]
 
-Each problem is a line of OUT as soon as it is measured, so that a run that is cut off loses one at most. Problems that
-OUT or an earlier file has are passed over. While the device runs one problem's candidates, those of the next are
-compiled on all cores.
+OUT gets a line after each problem, so that a run that is cut off loses at most one problem. Problems in OUT or in an
+earlier file are skipped. While the device runs one problem's candidates, those of the next problems compile on all
+cores.
 """
 
 import argparse
@@ -42,15 +42,16 @@ SEED = 1  # what the shipped constants are fitted to; benchmarks.cost_model.eval
 AHEAD = 6  # problems whose candidates compile while the device is busy
 PREPARING = 3  # of them at a time: the last kernels of one leave cores idle
 BEST, RANDOM = 5, 4
-# With --explore: the model's best, and configs that it does not propose, up to so many steps away from what it does.
+# With --explore: how many of the model's best candidates, how many configs that it does not propose, and how many steps
+# the latter are away from proposed ones.
 EXPLORED_BEST, EXPLORED, STEPS = 2, 8, 4
-FAR = 4.0  # times the best estimate: what is expected to take longer is not timed
+FAR = 4.0  # candidates whose estimate is more than so many times the best one are not timed
 CPU_FLOPS = 2e8
 
 
 def chosen(problem: Problem, target: Target, rng: np.random.Generator) -> list[Candidate]:
-    """What is measured: the model's best few, each family's best, and random ones of all families, of which half are a
-    step away from what the model would consider."""
+    """The candidates to measure: the model's best few, each family's best, and random ones of all families. Half of the
+    random ones are a step away from candidates that the model considers."""
     ranking = ranked(key_for(problem, target))
     families = list(dict.fromkeys(candidate.family for candidate in ranking))
     found = [*ranking[:BEST], *(next(c for c in ranking if c.family is family) for family in families)]
@@ -65,9 +66,9 @@ def chosen(problem: Problem, target: Target, rng: np.random.Generator) -> list[C
 
 
 def explored(problem: Problem, target: Target, rng: np.random.Generator) -> list[Candidate]:
-    """What is measured with --explore: the model's best few, and configs that it does not propose. Each of these is
-    some random steps away from a proposed one, with any family as likely as another; with the model's estimates of
-    untimed configs nothing else tells whether they are right."""
+    """The candidates to measure with --explore: the model's best few, and configs that it does not propose. Each of the
+    latter is some random steps away from a proposed one, and all families are equally likely. Only such times show
+    whether the model's estimates of other configs are right."""
     ranking = ranked(key_for(problem, target))
     families = list(dict.fromkeys(candidate.family for candidate in ranking))
     proposed, found = set(ranking), list[Candidate]()
@@ -88,7 +89,7 @@ def explored(problem: Problem, target: Target, rng: np.random.Generator) -> list
 
 
 def _seconds(candidate: Candidate, problem: Problem, target: Target) -> float:
-    """Predicted."""
+    """The predicted seconds of a candidate."""
     assert candidate.family is not None
     return candidate.family.estimate(problem, candidate.config, target)
 
@@ -106,7 +107,7 @@ def measured(
     given_up: threading.Event,
     rounds: int = DEVICE_ROUNDS,
 ) -> tuple[Timed, ...]:
-    """XLA's time and the candidates', all in turns; on a GPU from the profiler, in so many rounds.
+    """XLA's time and the candidates', all in turns; on a GPU from the profiler, in `rounds` rounds.
 
     Raises:
       RuntimeError: XLA cannot compute the problem.
@@ -125,7 +126,7 @@ def measured(
 
 
 class Sweep:
-    """A run over a seed's problems but those that earlier ones had or were lost in."""
+    """A run over a seed's problems, without those that an earlier run measured or began and lost."""
 
     def __init__(self, options: argparse.Namespace, target: Target) -> None:
         self.options = options
@@ -133,7 +134,7 @@ class Sweep:
         self.given_up = threading.Event()
         self.deadline = time.monotonic() + options.seconds
         known = [line for path in (*options.earlier, options.out) for line in records.lines(path)]
-        # A problem that was begun and not finished may have taken the process with it.
+        # A problem that was begun but not finished may have ended the process.
         self.passed_over = {(line.get("seed"), line.get("index")) for line in known}
 
     def problems(self) -> Iterator[tuple[int, Drawn]]:
@@ -143,7 +144,7 @@ class Sweep:
                 yield index, drawn
 
     def prepared(self, index: int, problem: Problem) -> list[Candidate]:
-        """The candidates, whose code is compiled."""
+        """The candidates of a problem, after their code has been compiled."""
         draw = explored if self.options.explore else chosen
         candidates = draw(problem, self.target, np.random.default_rng([self.options.seed, index, 1]))
         # An error comes again where the candidate is measured.
@@ -176,12 +177,12 @@ class Sweep:
         return count
 
     def _add(self, out: TextIO, index: int, drawn: Drawn, candidates: list[Candidate]) -> None:
-        """Measures a problem and writes its line, after one that says that it is begun."""
+        """Measures a problem and writes its line, after another line that says that it has begun."""
         seed, started = self.options.seed, time.monotonic()
         print(json.dumps({"seed": seed, "index": index}), file=out, flush=True)
         try:
             timed = measured(drawn.problem, self.target, candidates, threading.Event())
-        except Exception as error:  # one problem must not cost the others, unless the device is lost
+        except Exception as error:  # continue with the other problems, unless the device is lost
             report.say(f"{drawn.problem}: {type(error).__name__}: {str(error)[:300]}")
             jnp.zeros(1).block_until_ready()
             return

@@ -1,9 +1,9 @@
-"""What was tuned, as records that the cost models are fitted to.
+"""Makes records for a fit from tuned entries.
 
 python -m benchmarks.cost_model.tuned SOURCE OUT.jsonl
 
-SOURCE is a cache folder, or a file with the text of TuningResult.dumps. Of each entry every candidate that was timed is
-a time of the record.
+SOURCE is a cache folder, or a file with the text of TuningResult.dumps. Each entry becomes a record, with the times of
+all its candidates.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jax_splitk.tuning.entry import Entry
 
 
 def record(entry: Entry) -> Record:
-    """Of one problem."""
+    """The record of one problem."""
     timed = tuple(Timed(m.candidate, m.us, error=m.error) for m in entry.measurements)
     return Record(entry.key.problem, entry.key.target, timed, kind="tuned")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from benchmarks.models import audio, convnext, diffusion, efficientnet, mlp, resnet, resnet3d, unet3d
 from benchmarks.models.layers import Model
 
-# By name, in the order of tables; each takes `tiny`, for a model that a CPU trains in a moment.
+# Models by name, in the order of tables. Each takes `tiny`, for a model that a CPU trains in a moment.
 MODELS: Mapping[str, Callable[..., Model]] = {
     "resnet50_b256": functools.partial(resnet.model, 256),
     "resnet50_b32": functools.partial(resnet.model, 32),
@@ -22,7 +22,8 @@ MODELS: Mapping[str, Callable[..., Model]] = {
 
 
 def find(names: Iterable[str], tiny: bool = False) -> list[Model]:
-    """The models of these names, in the order of `MODELS`; all for no names. Raises ValueError for an unknown one."""
+    """The models of these names, in the order of `MODELS`; without names, all. Raises ValueError for an unknown
+    name."""
     wanted = set(names)
     if unknown := sorted(wanted - set(MODELS)):
         raise ValueError(f"model {', '.join(unknown)}; accepted: {', '.join(MODELS)}")

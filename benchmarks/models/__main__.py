@@ -18,7 +18,7 @@ from benchmarks.models.measure import Settings, measure
 from benchmarks.models.passes import WEIGHT
 from benchmarks.report import on_gpu, percent, say
 
-# What figures of one file must have in common.
+# The entries in which all figures of one file must agree.
 SAME = ("platform", "device_kind", "driver", "jax", "jaxlib", "jax_splitk", "plan_version", "kernel_sources")
 
 
@@ -43,7 +43,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def earlier(path: pathlib.Path | None) -> dict[str, dict[str, Any]]:
-    """The results that a report has, by name. Raises ValueError for one whose figures do not belong to this run's."""
+    """The results that a report has, by name. Raises ValueError if the report's figures do not fit this run."""
     if path is None or not path.exists():
         return {}
     found, here = json.loads(path.read_text()), report.environment()
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[model.name] = found
             times = f"stock {found['stock']['ms']:.2f} ms, jax_splitk {found['ours']['ms']:.2f} ms"
             say(f" > {model.title}: {times}, {found['ratio']:.2f} times as fast")
-        except Exception as error:  # one model must not cost the others
+        except Exception as error:  # continue with the other models
             failures[model.name] = traceback.format_exc()
             say(report.failed_line(model.name, error))
         if options.out:  # after every model, so that a run that is cut short loses nothing

@@ -11,7 +11,7 @@ from benchmarks.models.layers import Data, Layers, Model, Params, Weights, batch
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Blocks of one width: how much wider they are inside, the first one's stride, the filter's size."""
+    """Blocks of one width: expansion factor, stride of the first block, size of the filter."""
 
     expansion: int
     width: int

@@ -1,4 +1,4 @@
-"""What the models are made of: convolutions and products by lax or by jax_splitk, normalizations, random weights.
+"""The models' layers: convolutions and products by lax or by jax_splitk, normalizations, random weights.
 
 Arithmetic is in `Layers.dtype`, weights are float32. Activations have the features last.
 """
@@ -19,14 +19,14 @@ import jax_splitk
 Params = Any
 Data = tuple[Any, ...]
 
-# By the number of spatial dimensions.
+# Dimension numbers by the number of spatial dimensions.
 DIMENSION_NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
 Steps = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Convolutions and products of a float32 weight in `dtype`; by jax_splitk where `ours`, else by lax."""
+    """Convolutions and products with a float32 weight, computed in `dtype`: by jax_splitk if `ours`, else by lax."""
 
     ours: bool
     dtype: DTypeLike = jnp.bfloat16
@@ -34,7 +34,7 @@ class Layers:
     def conv(
         self, x: jax.Array, w: jax.Array, stride: Steps = 1, padding: Any = "SAME", groups: int = 1, dilation: int = 1
     ) -> jax.Array:
-        """`dilation` is the input's: of a transposed convolution."""
+        """A convolution. `dilation` is the input's dilation, for a transposed convolution."""
         rank = x.ndim - 2
         strides = (stride,) * rank if isinstance(stride, int) else stride
         given = {
@@ -64,12 +64,12 @@ class Model:
     """A network with its loss, and random data for it.
 
     Attributes:
-      title: as tables name it.
-      paper: where it is described.
+      title: the name in tables.
+      paper: where the model is described.
       initial: makes the float32 weights.
-      data: makes what `loss` takes after the weights, of a random generator.
-      loss: of (layers, weights, *data), a float32 scalar.
-      rate: of SGD.
+      data: makes the data for `loss` from a random generator.
+      loss: maps (layers, weights, *data) to a float32 scalar.
+      rate: learning rate of SGD.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Weights:
         self._rng = np.random.default_rng(seed)
 
     def conv(self, kernel: Sequence[int], channels: int, features: int) -> np.ndarray:
-        """Of He's deviation; `channels` are those of a group."""
+        """A random weight with He's deviation. `channels` are the input channels of a group."""
         return self._normal((*kernel, channels, features), 2 / (math.prod(kernel) * channels))
 
     def dense(self, channels: int, features: int) -> np.ndarray:
@@ -116,7 +116,7 @@ def layer_norm(x: jax.Array, p: Params) -> jax.Array:
 
 
 def group_norm(x: jax.Array, p: Params, groups: int) -> jax.Array:
-    """Over all positions of one of the batch, and the features of a group."""
+    """Normalizes over all positions of an example, and the features of a group."""
     grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     axes = (*range(1, x.ndim - 1), x.ndim)
     parts = {name: value.reshape(groups, -1) for name, value in p.items()}

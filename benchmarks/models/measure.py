@@ -1,6 +1,4 @@
-"""A model's training step, by lax and by jax_splitk in one run: times, passes, memory, losses, and what it took to
-compile them.
-"""
+"""Measures a model's training step by lax and by jax_splitk in one run: times, passes, memory, losses, compilation."""
 
 import dataclasses
 import functools
@@ -23,8 +21,8 @@ TRACED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of a measurement: steps whose losses are compared, rounds in turns and steps of a round, whether what no cache
-    has is tuned before.
+    """Settings of a measurement: how many steps' losses are compared, rounds, steps of a round, and whether to tune
+    first.
     """
 
     losses: int = 50
@@ -41,7 +39,7 @@ def train_step(model: Model, layers: Layers, params: Params, *data: Any) -> tupl
 
 @dataclasses.dataclass
 class Variant:
-    """A compiled step, its state (weights and the like), and what was found."""
+    """A compiled step, its state (weights and the like), and its figures."""
 
     step: Any
     state: Any
@@ -59,7 +57,7 @@ class Variant:
 
 
 def compiled(model: Model, layers: Layers, params: Params, data: Data, tune: bool) -> Variant:
-    """The step. Lowering compiles the kernels that tuning, if asked for, has not compiled."""
+    """The step. Compiles a step, after tuning it if `tune`."""
     step = functools.partial(train_step, model, layers)
     with watch.state.watching() as watched:
         start = time.perf_counter()
@@ -84,7 +82,7 @@ def compiled(model: Model, layers: Layers, params: Params, data: Data, tune: boo
 
 
 def memory(program: Any) -> dict[str, int]:
-    """What XLA allocates for the program, in bytes: temporary memory, and all with arguments and results."""
+    """The bytes that XLA allocates for the program: temporary memory, and the sum with arguments and results."""
     analysis = program.memory_analysis()
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     temporary = int(analysis.temp_size_in_bytes)
@@ -132,12 +130,12 @@ def measure(model: Model, settings: Settings) -> dict[str, Any]:
 
 
 def difference(ours: list[float], stock: list[float]) -> float:
-    """The largest of a step, relative to stock's first loss."""
+    """The largest difference of two losses of a step, relative to stock's first loss."""
     return max(abs(a - b) for a, b in zip(ours, stock, strict=True)) / abs(stock[0])
 
 
 def by_pass(variant: Variant, data: Data) -> dict[str, float] | None:
-    """Milliseconds of a step on a GPU, by pass; None where the profiler shows no kernels."""
+    """Milliseconds of a step on a GPU, by pass; None if the profiler shows no kernels."""
     if not report.on_gpu():
         return None
     launches = passes.launches_of(functools.partial(variant.run, data, TRACED_STEPS))

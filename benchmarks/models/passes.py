@@ -1,4 +1,4 @@
-"""Where the device time of a step goes: to the passes of its convolutions, to its products, or elsewhere."""
+"""Divides the device time of a step among the passes of its convolutions, its products, and the rest."""
 
 import dataclasses
 import re
@@ -9,10 +9,10 @@ from jax_splitk.tuning import profile
 FORWARD, INPUT, WEIGHT, PRODUCT, OTHER = "forward", "input gradient", "weight gradient", "product", "other"
 PASSES = (FORWARD, INPUT, WEIGHT, PRODUCT, OTHER)
 
-# Of XLA's custom calls, by parts of their targets.
+# The pass of XLA's custom calls, by parts of their targets.
 _TARGETS = {"convForward": FORWARD, "convBias": FORWARD, "convBackwardInput": INPUT, "convBackwardFilter": WEIGHT}
 _TARGETS |= {"cublas": PRODUCT}
-# Of kernels, by parts of their names: cuDNN's and ours name the pass.
+# The pass of kernels, by parts of their names: names of cuDNN's kernels and ours contain the pass.
 _KERNELS = {"wgrad": WEIGHT, "dgrad": INPUT, "fprop": FORWARD, "gemm": PRODUCT, "nvjet": PRODUCT, "cublas": PRODUCT}
 _KERNELS |= dict.fromkeys(("dot_tma", "dot_tf32", "quantized_"), PRODUCT)
 _CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"', re.MULTILINE)
@@ -20,7 +20,8 @@ _CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"'
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel that ran, in nanoseconds; `instruction` is XLA's name for what launched it, "" where it is not told."""
+    """A kernel that ran, in nanoseconds; `instruction` is the HLO instruction that launched it, "" if the profile does
+    not name it."""
 
     kernel: str
     instruction: str
@@ -38,14 +39,15 @@ def of_instructions(text: str) -> dict[str, str]:
 
 
 def of_launch(launch: Launch, instructions: dict[str, str]) -> str:
-    """By the instruction, else by the kernel's name. XLA's graphs do not tell the instruction."""
+    """The pass of a launch, by its instruction, else by the kernel's name. CUDA graphs hide the instruction."""
     name = launch.kernel.lower()
     by_name = (value for part, value in _KERNELS.items() if part in name)
     return instructions.get(launch.instruction) or next(by_name, OTHER)
 
 
 def milliseconds(launches: Iterable[Launch], text: str, steps: int) -> dict[str, float]:
-    """Of each pass, in a step: sums over kernels, which may overlap. "busy" is the time in which any kernel ran."""
+    """The milliseconds of each pass in a step: sums over kernels, which may overlap. "busy" is the time in which any
+    kernel ran."""
     launches, instructions = list(launches), of_instructions(text)
     found: dict[str, float] = dict.fromkeys(PASSES, 0.0)
     for launch in launches:
@@ -55,6 +57,6 @@ def milliseconds(launches: Iterable[Launch], text: str, steps: int) -> dict[str,
 
 
 def launches_of(work: Callable[[], object]) -> list[Launch]:
-    """What a GPU ran during `work`; nothing elsewhere."""
+    """The kernels that a GPU ran during `work`; none on a CPU."""
     events = profile.stream_events(profile.recorded(work))
     return [Launch(e.name, profile.stat(e, "hlo_op"), e.start_ns, e.end_ns) for e in events]

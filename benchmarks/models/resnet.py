@@ -51,7 +51,7 @@ def initial(net: Net) -> Params:
 
 
 def logits(conv: Conv, mean: Callable[[jax.Array], jax.Array], net: Net, params: Params, x: jax.Array) -> jax.Array:
-    """`mean` is over all but the last axis, of the whole batch."""
+    """The network's output. `mean` averages over all axes but the last, for the whole batch."""
 
     def layer(x: jax.Array, p: Params, stride: int = 1) -> jax.Array:
         return normalized(conv(x, p["w"], stride), p, mean)

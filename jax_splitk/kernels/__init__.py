@@ -1,7 +1,7 @@
-"""Kernel families and their registry: which family may compute what, on which platform.
+"""Kernel families and their registry, by operation and platform.
 
-Adding one takes its module, its device source and a line in `catalogue.FAMILIES`; see `Family`. One from outside of the
-package is added by `register`. The families' modules are imported when a family is first needed.
+A new family needs a module, a device source and a line in `catalogue.FAMILIES`; see `Family`. `register` adds a family
+of another package. The families' modules are imported when a family is first needed.
 """
 
 import dataclasses
@@ -16,18 +16,17 @@ def register(op: str, family: Family[Any, Any]) -> None:
     """Adds a family from outside of the package to an operation: from then on selection, the tuner, the caches,
     `config=` and `explain` treat it as one of the package's.
 
-    Call it when the module that brings the family is imported. What was lowered before stays as it is. Decisions that
-    were stored for problems that the family serves are measured again, since they were made without it.
+    Call it when the module that brings the family is imported. Functions that were lowered before do not change. Stored
+    decisions for problems that the family serves are measured again, since they were made without it.
 
     Args:
-      op: "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul" or
-        "ragged_dot".
-      family: an instance of a subclass of `CudaFamily` or `Family`; `Config` is a frozen dataclass, no
-        other family has its name or its `Config`.
+      op: "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul" or "ragged_dot".
+      family: an instance of a subclass of `CudaFamily` or `Family`; its `Config` is a frozen dataclass, and no other
+        family has its name or `Config`.
 
     Raises:
-      TypeError: `family` is no instance of a `Family`, or its `Config` is no frozen dataclass.
-      ValueError: an unknown operation; a name or a `Config` that another family has.
+      TypeError: `family` is not an instance of a `Family`, or its `Config` is not a frozen dataclass.
+      ValueError: the operation is unknown, or another family has the name or the `Config`.
     """
     every = _catalogue()
     if op not in every:
@@ -44,7 +43,7 @@ def register(op: str, family: Family[Any, Any]) -> None:
 
 
 def families(op: str, platform: str | None = None) -> tuple[Family, ...]:
-    """Families of an operation, of one platform or of all."""
+    """The families of an operation, for one platform or for all."""
     every = _catalogue()[op]
     return every if platform is None else tuple(family for family in every if family.platform == platform)
 

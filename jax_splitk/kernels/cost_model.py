@@ -1,11 +1,11 @@
-"""From a kernel's work to its time: rates of the device, the same for all kernels, and a residual that was learned.
+"""Turns a kernel's work into a time, by rates of the device that all kernels share, and a learned residual.
 
-    seconds = (the longest of what a multiprocessor's units and the memory need, and a part of the others'
-               + what nothing hides) * residual
+    seconds = (the longest time of a multiprocessor's units and the memory, and a part of the other times
+               + times that nothing hides) * residual
 
-Both are data of the package, made by `python -m benchmarks.cost_model.fit`. `cost_models/DEVICE.json` has a device's
-rates, `cost_models/residual.npz` trees for all devices. They see what each unit needs of the whole, the config's and
-the problem's numbers.
+`python -m benchmarks.cost_model.fit` makes both as data of the package. `cost_models/DEVICE.json` has a device's rates,
+`cost_models/residual.npz` trees for all devices. The trees see each unit's share of the time, and numbers of the config
+and the problem.
 """
 
 import dataclasses
@@ -33,38 +33,40 @@ from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "cost_models"
 RESIDUAL = "residual.npz"
-# Whose rates are taken on devices that have none of their own.
+# The devices whose rates serve devices without rates of their own.
 _DEFAULTS = {"cuda": "NVIDIA H200", "cpu": "cpu"}
-# Rates of device memory against those of the device whose rates are taken, by the data sheets (an H200: 4.8 TB/s).
+# Memory rates relative to that of the device whose rates are used, by the data sheets (an H200: 4.8 TB/s).
 _MEMORY_SHARES = {
     "NVIDIA H100 NVL": 3.94 / 4.8,
     "NVIDIA H100 PCIe": 2.04 / 4.8,
     "NVIDIA H800": 3.35 / 4.8,
 }
-# The uncertainty of a family of the package that nothing was measured of.
+# The uncertainty of a family without measurements.
 UNKNOWN = 0.3
-CONFIG_NUMBERS, PROBLEM_NUMBERS = 11, 10  # that the residual sees
+CONFIG_NUMBERS, PROBLEM_NUMBERS = 11, 10  # fields that the residual sees
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a GPU does in a second, or how long things take, in seconds.
+    """Rates of a GPU: amounts in a second, or durations in seconds.
 
     Attributes:
       tensor_clock: clocks of a multiprocessor's tensor cores (4,096 operations of 16 bits each).
-      shared_bytes, l2_bytes: of a multiprocessor's shared memory, and that it loads from the L2.
-      instructions: that a multiprocessor issues.
-      row_seconds: of a line that TMA loads.
-      wait_seconds: of a load that nothing hides.
-      turn_seconds: of a barrier, or a product that waits for another.
-      memory_bytes: of device memory, read or written.
-      wave_seconds: of filling a pipeline.
-      store_bytes: of fp32 sums, by a multiprocessor.
-      partial_bytes: of partial sums, which the L2 holds for the most part.
-      launch_seconds, reduce_seconds: of a kernel, and of one more.
-      cluster_seconds: of each thread block of a cluster but the first.
-      shadow: part that the longest does not hide of what the other units need.
-      memory_shadow: the same of device memory and the units.
+      shared_bytes: bytes of a multiprocessor's shared memory.
+      l2_bytes: bytes that a multiprocessor loads from the L2.
+      instructions: instructions that a multiprocessor issues.
+      row_seconds: duration of a line that TMA loads.
+      wait_seconds: duration of a load that nothing hides.
+      turn_seconds: duration of a barrier, or of a product that waits for another.
+      memory_bytes: bytes of device memory, read or written.
+      wave_seconds: duration of filling a pipeline.
+      store_bytes: bytes of fp32 sums that a multiprocessor stores.
+      partial_bytes: bytes of partial sums, most of which stay in the L2.
+      launch_seconds: duration of the first kernel's launch.
+      reduce_seconds: duration of each further launch.
+      cluster_seconds: duration for each thread block of a cluster but the first.
+      shadow: part of the other units' times that the longest one does not hide.
+      memory_shadow: the same for device memory and the units.
     """
 
     tensor_clock: float
@@ -87,13 +89,13 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class HostRates:
-    """What a core of a CPU does in a second, or how long things take, in seconds.
+    """Rates of a CPU core: amounts in a second, or durations in seconds.
 
     Attributes:
-      row_rate, column_rate: elements of the two operands that are loaded; see `kernels.host`.
+      row_rate, column_rate: loaded elements of the two operands; see `kernels.host`.
       flops: operations.
-      sum_bytes: of partial sums that are added.
-      task_seconds, call_seconds: of a task and of a call, however small.
+      sum_bytes: bytes of partial sums that are added.
+      task_seconds, call_seconds: least durations of a task and of a call.
     """
 
     row_rate: float
@@ -105,18 +107,18 @@ class HostRates:
 
 
 def path_for(device_kind: str) -> pathlib.Path:
-    """A device's file: nvidia_h200.json."""
+    """The name of a device's file, such as nvidia_h200.json."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) + ".json")
 
 
 def _owner(platform: str, device_kind: str) -> str:
-    """The device whose rates are taken: itself or, where it has none, its platform's usual one."""
+    """The device whose rates are used: the device itself or, if it has none, its platform's usual one."""
     return device_kind if path_for(device_kind).is_file() else _DEFAULTS.get(platform, _DEFAULTS["cuda"])
 
 
 @functools.cache
 def rates(platform: str, device_kind: str) -> Any:
-    """A device's `Rates`, or `HostRates` of a CPU. Raises ValueError for a damaged file of the package."""
+    """A GPU's `Rates`, or a CPU's `HostRates`. Raises ValueError for a damaged file of the package."""
     owner = _owner(platform, device_kind)
     path = path_for(owner)
     try:
@@ -128,8 +130,8 @@ def rates(platform: str, device_kind: str) -> Any:
 
 
 def rates_from(record: type[Any], values: Any) -> Any:
-    """A record of rates from plain data; raises ValueError for other fields than it has, and for what is no number
-    above 0, TypeError for what is no object."""
+    """A record of rates from plain data. Raises ValueError for wrong fields and for values that are not numbers above
+    0, TypeError for data that is not an object."""
     fields = [field.name for field in dataclasses.fields(record)]
     if set(dict(values)) != set(fields):
         raise ValueError(f"fields {', '.join(sorted(set(values) ^ set(fields)))} are missing or unknown")
@@ -147,12 +149,12 @@ _numbers = operator.attrgetter(*_FIELDS)
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """Seconds of some candidates by the rates alone: each an array, one number for each candidate.
+    """Seconds of some candidates by the rates alone. Each field is an array with one number for each candidate.
 
     Attributes:
-      seconds: in all.
-      parts: of each unit, of the memory, and of what nothing hides; one row each.
-      work: the numbers of their `Work`s, one row each field.
+      seconds: total time.
+      parts: times of each unit, of the memory, and of work that nothing hides; one row each.
+      work: the numbers of their `Work`s, one row for each field.
     """
 
     seconds: np.ndarray
@@ -161,7 +163,7 @@ class Spent:
 
 
 def spent(works: Sequence[Work], of: Rates) -> Spent:
-    """By the rates of a device. Sums are taken in one order, so that they are the same everywhere."""
+    """The times of works by a device's rates."""
     work = np.array([_numbers(each) for each in works], dtype=np.float64).reshape(len(works), len(_FIELDS)).T
     w = dict(zip(_FIELDS, work, strict=True))
     units = [
@@ -188,7 +190,7 @@ def spent(works: Sequence[Work], of: Rates) -> Spent:
 
 
 def by_rates(works: Sequence[Work], target: Target) -> list[int]:
-    """The works' numbers, the shortest first by the rates alone; as they were given, where these are equal."""
+    """The indices of the works, fastest first by the rates alone; equal ones in their given order."""
     if not works:
         return []
     seconds = spent(works, rates(target.platform, target.device_kind)).seconds
@@ -197,13 +199,12 @@ def by_rates(works: Sequence[Work], target: Target) -> list[int]:
 
 # ---- the residual ----------------------------------------------------------------------------------------------------
 
-_CODES = {"none": 0.0, "workspace": 1.0, "cluster": 2.0}  # of a config's words
+_CODES = {"none": 0.0, "workspace": 1.0, "cluster": 2.0}  # codes of a config's words
 _QTYPES = tuple(FORMATS)
 
 
 def features(family: int, problem: Problem, configs: Sequence[Any], of: Spent, target: Target) -> np.ndarray:
-    """What the residual sees, float32 [candidates, features]. Nothing but sums, products and quotients, which are the
-    same on every platform.
+    """The residual's input, float32 [candidates, features].
 
     Args:
       family: the number of the candidates' family.
@@ -214,7 +215,7 @@ def features(family: int, problem: Problem, configs: Sequence[Any], of: Spent, t
         *(of.parts / of.seconds),
         of.seconds * 1e6,
         *(w[name] for name in ("waves", "launches", "cluster", "memory_share")),
-        # The padding of tiles, how often operands are loaded, and what is moved besides.
+        # The padding of tiles, how often operands are loaded, and other memory traffic.
         flops / (w["tensor_clocks"] * (4096.0 * target.cores) + 1),
         w["l2_bytes"] * target.cores / w["memory_bytes"],
         w["partial_bytes"] / w["memory_bytes"],
@@ -262,8 +263,8 @@ def _problem_numbers(problem: Problem) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """The trees, the families whose times they have seen, and how far the logarithms of these families' estimates
-    usually lie from those of times that a fit has not seen (their standard deviation)."""
+    """The trees, the families on which they were fitted, and the uncertainty of each of these families: the standard
+    deviation of the logarithms of held-out estimates over times."""
 
     trees: forest.Forest
     families: tuple[str, ...]
@@ -272,7 +273,7 @@ class Residual:
 
 @functools.cache
 def residual(folder: pathlib.Path) -> Residual:
-    """What is learned. Raises ValueError for a damaged file of the package."""
+    """The package's residual. Raises ValueError for a damaged file."""
     trees, others = forest.read(folder / RESIDUAL)
     try:
         return Residual(trees, tuple(map(str, others["families"])), tuple(map(float, others["spreads"])))
@@ -283,8 +284,8 @@ def residual(folder: pathlib.Path) -> Residual:
 def estimates(
     family: str, problem: Problem, configs: Sequence[Any], works: Sequence[Work], target: Target
 ) -> list[float]:
-    """Predicted seconds of a family's configs, which have these works. Of a family that the residual has not seen by
-    the rates alone."""
+    """Predicted seconds of a family's configs with these works. For a family that the residual has not seen, by the
+    rates alone."""
     if not configs:
         return []
     by_rates, learned = spent(works, rates(target.platform, target.device_kind)), residual(FOLDER)
@@ -295,8 +296,8 @@ def estimates(
 
 
 def uncertainty(family: str, target: Target) -> float:
-    """How far the logarithms of a family's estimates usually lie from those of the times: `UNKNOWN` on a CPU, infinite
-    of a family that the package does not have, whose estimates may say no more than an order."""
+    """The standard deviation of the logarithms of a family's estimates over times. `UNKNOWN` on a CPU; infinite for a
+    family of another package, whose estimates may give only an order."""
     if target.platform != "cuda":
         return UNKNOWN
     learned = residual(FOLDER)
@@ -306,6 +307,6 @@ def uncertainty(family: str, target: Target) -> float:
 
 
 def memory_share(target: Target) -> float:
-    """The rate of a GPU's memory against that of an H200."""
+    """The rate of a GPU's memory relative to that of an H200."""
     of, usual = (rates("cuda", kind) for kind in (target.device_kind, DEFAULT_CUDA.device_kind))
     return of.memory_bytes / usual.memory_bytes

@@ -1,4 +1,4 @@
-"""What a kernel family is: a Config, what it refuses, which configs are worth a try, their cost and their plan."""
+"""Kernel families: their Config, refusals, candidates, estimates and plans."""
 
 import abc
 import copy
@@ -19,7 +19,7 @@ from jax_splitk.runtime.target import Target, hopper_refusal
 _Problem = TypeVar("_Problem")
 _Config = TypeVar("_Config")
 
-# Candidates that are told apart by more than the rates: looking at thousands takes a tenth of a second.
+# Number of candidates that are ranked by more than the rates: ranking thousands would take a tenth of a second.
 _PROMISING = 128
 
 # JAX's platform on which an implementation runs.
@@ -31,11 +31,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
 
     Attributes:
       name: no other family has it.
-      implementation: the word that users choose it by: "cutlass" or "host".
-      ABI: raised when earlier tuning decisions no longer hold for the family's kernels.
-      Config: a frozen dataclass of what a plan leaves open.
-      competes: whether passes of a convolution that the caller did not name may be the family's.
-      traced_as: its name in HLO and in profiles; of a family that computes for another (`Translated`) the other's.
+      implementation: the word with which users choose it: "cutlass" or "host". ABI: raised when earlier tuning
+        decisions no longer hold for the family's kernels. Config: a frozen dataclass with the parameters that the tuner
+        chooses.
+      competes: whether the family is considered for implied passes.
+      traced_as: its name in HLO and in profiles. A `Translated` family has the name of the family that it uses.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     competes: ClassVar[bool] = True
 
     def __init__(self, config: type[_Config], name: str | None = None) -> None:
-        """With a frozen dataclass of its configs; and with its name, where its class has none."""
+        """Takes a frozen dataclass of configs, and a name if the class has none."""
         self.name = self.traced_as = name or self.name
         self.Config = config
 
@@ -57,13 +57,13 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         return _PLATFORMS[self.implementation]
 
     def trace_name(self, problem: Any) -> str:
-        """The operation's name in HLO, with which the names of its kernels begin too: an identifier in C."""
+        """The operation's name in HLO, with which its kernels' names begin: an identifier in C."""
         del problem
         return self.traced_as
 
     def refusal(self, problem: _Problem, config: _Config | None = None, target: Target | None = None) -> str | None:
-        """None where the family (with that config, on that target) can compute the problem, else the reason: the value
-        and what is accepted."""
+        """Why the family cannot compute the problem (with that config, on that target): the value, and the accepted
+        values. None if it can."""
         reason = self.target_refusal(target) or self.problem_refusal(problem)
         return self.config_refusal(problem, config) if reason is None and config is not None else reason
 
@@ -80,11 +80,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         """Why `config` cannot compute a problem that the family serves."""
 
     def unmeasured_refusal(self, problem: _Problem) -> str | None:
-        """Why XLA is preferred where nothing was measured; None where the family is."""
+        """Why XLA is preferred for an unmeasured problem; None if the family is preferred."""
         return None
 
     def measurement_refusal(self, problem: _Problem) -> str | None:
-        """Why a miss is not worth a measurement: XLA is known to be as fast. None where it is worth one."""
+        """Why lowering need not measure the problem: XLA is known to be as fast. None if it should."""
         del problem
         return None
 
@@ -97,7 +97,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         """Configs one step from `config`, for refining a search; they need not be legal."""
 
     def swept(self, config: Any, splits: int) -> Sequence[_Config]:
-        """`config` with another number of splits, for a sweep: once for each way in which they may meet; they need not
+        """`config` with another number of splits, for a sweep: one config for each way to add the splits. They need not
         be legal."""
         return [dataclasses.replace(config, splits=splits)]
 
@@ -106,11 +106,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         """Predicted seconds."""
 
     def estimates(self, problem: _Problem, configs: Sequence[_Config], target: Target) -> list[float]:
-        """Predicted seconds of each of some configs."""
+        """Predicted seconds of each config."""
         return [self.estimate(problem, config, target) for config in configs]
 
     def by_estimate(self, problem: _Problem, configs: Iterable[_Config], target: Target) -> list[_Config]:
-        """The configs, the fastest first by the estimates; as they were given, where these are equal."""
+        """The configs, fastest first by the estimates; equal ones in their given order."""
         found = list(dict.fromkeys(configs))
         seconds = dict(zip(found, self.estimates(problem, found, target), strict=True))
         return sorted(found, key=seconds.__getitem__)
@@ -118,7 +118,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def best_of_each(
         self, problem: _Problem, groups: Iterable[Iterable[_Config]], count: int, target: Target
     ) -> list[_Config]:
-        """The fastest `count` of each group by the estimates, all in one order."""
+        """The fastest `count` configs of each group by the estimates, in one order."""
         listed = [list(group) for group in groups]
         ranked = self.by_estimate(problem, itertools.chain.from_iterable(listed), target)
         place = {config: i for i, config in enumerate(ranked)}
@@ -126,12 +126,12 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         return [ranked[i] for i in sorted(kept)]
 
     def uncertainty(self, problem: Any, target: Target) -> float:
-        """How far the logarithms of its estimates usually lie from those of the times (their standard deviation)."""
+        """The standard deviation of the logarithms of its estimates over times."""
         del problem
         return cost_model.uncertainty(self.name, target)
 
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
-        """Bytes of the custom call's last result, which it may use as it likes."""
+        """Bytes of the workspace, the custom call's last result."""
         return 0
 
     @abc.abstractmethod
@@ -143,8 +143,8 @@ class CudaFamily(Family[_Problem, _Config]):
     """Kernels for Hopper, compiled from one source.
 
     Attributes:
-      file: the device source, in this folder; outside of the package an absolute path.
-      structs: what stands for `#include "structs.cuh"` in it, by default.
+      file: the device source, relative to this folder; in another package an absolute path.
+      structs: the structs that replace `#include "structs.cuh"` by default.
     """
 
     implementation = "cutlass"
@@ -160,7 +160,7 @@ class CudaFamily(Family[_Problem, _Config]):
 
     @abc.abstractmethod
     def macros(self, problem: _Problem, config: _Config) -> dict[str, int]:
-        """What the device code is specialised to."""
+        """Macros that specialise the device code."""
 
     @abc.abstractmethod
     def buffers(self, problem: _Problem, config: _Config) -> tuple[Buffer, ...]:
@@ -175,15 +175,15 @@ class CudaFamily(Family[_Problem, _Config]):
         """The kernels, in their order."""
 
     def kernel_name(self, problem: _Problem, role: str = "") -> str:
-        """The name of the kernel that the device source calls KERNEL(role). Profiles show it."""
+        """The name of the kernel `KERNEL(role)` of the device source."""
         return self.trace_name(problem) + role
 
     def defines(self, problem: _Problem, config: _Config) -> tuple[tuple[str, str | int], ...]:
-        """`macros`, and KERNEL(role)."""
+        """`macros`, and the macro KERNEL(role)."""
         return ("KERNEL(role)", f"{self.kernel_name(problem)}##role"), *self.macros(problem, config).items()
 
     def declared(self, problem: _Problem, config: _Config) -> Sequence[type[Struct] | Values]:
-        """The structs."""
+        """The structs that `#include "structs.cuh"` declares."""
         return self.structs
 
     def source(self, problem: _Problem, config: _Config) -> Source:
@@ -199,11 +199,11 @@ class CudaFamily(Family[_Problem, _Config]):
 
 
 class ModelledFamily(CudaFamily[_Problem, _Config]):
-    """Kernels of the package, whose times its cost model predicts from their work."""
+    """A family of the package, whose times the cost model predicts from its work."""
 
     @abc.abstractmethod
     def work(self, problem: _Problem, config: _Config, target: Target) -> Work:
-        """What the kernels have to do."""
+        """The work of the config's kernels."""
 
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         return self.estimates(problem, [config], target)[0]
@@ -213,7 +213,7 @@ class ModelledFamily(CudaFamily[_Problem, _Config]):
         return cost_model.estimates(self.name, problem, configs, works, target)
 
     def by_estimate(self, problem: Any, configs: Iterable[_Config], target: Target) -> list[_Config]:
-        """Only the most promising by the rates alone are ranked by all that is known; the others follow."""
+        """Ranks only the most promising configs by the full estimates; the others follow, by the rates alone."""
         found = list(dict.fromkeys(configs))
         works = [self.work(problem, config, target) for config in found]
         order = cost_model.by_rates(works, target)
@@ -224,10 +224,10 @@ class ModelledFamily(CudaFamily[_Problem, _Config]):
 
 
 class Translated(Family[_Problem, _Config]):
-    """A family whose problems are those of another one, with its configs, estimates and kernels."""
+    """A family that turns its problems into those of another family, and uses its configs, estimates and kernels."""
 
     def __init__(self, inner: Family[Any, _Config], name: str | None = None) -> None:
-        """With the other family."""
+        """`inner` is the other family."""
         super().__init__(inner.Config, name)
         self.inner, self.implementation, self.ABI = copy.copy(inner), inner.implementation, inner.ABI
         self.inner.traced_as = self.name
@@ -272,13 +272,14 @@ class Translated(Family[_Problem, _Config]):
 
 
 def call_buffers(problem: Problem | ConvProblem, workspace_bytes: int = 0) -> tuple[Buffer, ...]:
-    """Of the custom call: the operands, the result, the workspace."""
+    """The custom call's buffers: the operands, the result, the workspace."""
     sizes = [nbytes(*array) for array in (*problem.operand_types, (problem.out_shape, problem.out_dtype))]
     return tuple(Buffer(size, 16) for size in (*sizes, workspace_bytes))
 
 
 def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:
-    """Why a field of `config` is not among the values that are accepted of it, which are listed or a range."""
+    """Why a field of `config` has a value that is not accepted. The accepted values of each field are a list or a
+    range."""
     for field, values in accepted.items():
         if (value := getattr(config, field)) not in values:
             said = f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
@@ -287,10 +288,11 @@ def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:
 
 
 def field_macros(of: Any, *fields: str, name: str = "{}") -> dict[str, int]:
-    """Macros of these fields, or of all that a dataclass has; `name` has a place for a field's in capitals."""
+    """Macros of the named fields, or of all fields of a dataclass. `name` is a format string for a field's name in
+    capitals."""
     return {name.format(field.upper()): int(getattr(of, field)) for field in fields or vars(of)}
 
 
 def varied(config: _Config, **values: Iterable[Any]) -> list[_Config]:
-    """The config with each of these values of one of these fields in its place."""
+    """Copies of the config, each with one field replaced by one of the given values."""
     return [dataclasses.replace(config, **{field: v}) for field, given in values.items() for v in given]  # pyright: ignore[reportArgumentType, reportUnknownVariableType] - a dataclass

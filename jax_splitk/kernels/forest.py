@@ -1,7 +1,7 @@
-"""Boosted regression trees as arrays: what a fit has learned, evaluated by NumPy for many rows at once.
+"""Boosted regression trees as arrays, which NumPy evaluates for many rows at once.
 
-Results are the same on every platform: thresholds are compared with float32 numbers, a leaf is a whole number, and a
-sum of leaves becomes a factor by a table.
+Results are the same on every platform: thresholds are float32 numbers, leaves are whole numbers, and a table turns a
+sum of leaves into a factor.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ _LIMIT = 2 * UNITS  # of a sum, either way
 
 
 def _factors() -> np.ndarray:
-    """e to the power of each sum, by products in one order."""
+    """e to the power of each possible sum, by products in a fixed order."""
     up = np.cumprod(np.full(_LIMIT, 1 + 1 / UNITS + 0.5 / UNITS**2))
     return np.concatenate([1 / up[::-1], [1.0], up])
 
@@ -29,10 +29,10 @@ class Forest:
 
     Attributes:
       roots: each tree's first node.
-      feature, threshold: of a node: whether a row's feature is at most the threshold.
-      yes, no: the next node. A leaf has its own number in both.
+      feature, threshold: a node's test: whether the row's feature is at most the threshold.
+      yes, no: the next node; a leaf's own number.
       leaf: a leaf's value, in `UNITS`; 0 of other nodes.
-      depth: of the deepest tree.
+      depth: depth of the deepest tree.
     """
 
     roots: np.ndarray
@@ -44,7 +44,7 @@ class Forest:
     depth: int
 
     def factors(self, rows: np.ndarray) -> np.ndarray:
-        """By which each row's value is multiplied.
+        """The factor by which each row's value is multiplied.
 
         Args:
           rows: float32 features, [rows, features].
@@ -59,7 +59,7 @@ class Forest:
         return _FACTORS[np.clip(sums, -_LIMIT, _LIMIT) + _LIMIT]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """As they are written, in few bits."""
+        """The arrays of the file, in few bits."""
         types = {"feature": np.uint8, "leaf": np.int16, "threshold": np.float32}
         names = [field.name for field in dataclasses.fields(self)]
         return {name: np.asarray(getattr(self, name), types.get(name, np.int32)) for name in names}
@@ -75,7 +75,7 @@ def read(path: pathlib.Path) -> tuple[Forest, dict[str, Any]]:
         with np.load(path, allow_pickle=False) as data:
             arrays = {name: data[name] for name in data.files}
         taken = {field.name: arrays.pop(field.name) for field in dataclasses.fields(Forest)}
-        # NumPy takes by its own type of integers.
+        # NumPy indexes with its own type of integers.
         wide = {name: each if name == "threshold" else each.astype(np.intp) for name, each in taken.items()}
         forest = Forest(**{**wide, "depth": int(taken["depth"])})
         _check(forest)
@@ -85,7 +85,7 @@ def read(path: pathlib.Path) -> tuple[Forest, dict[str, Any]]:
 
 
 def _check(forest: Forest) -> None:
-    """Raises ValueError where a node leads nowhere."""
+    """Raises ValueError if a node's successor does not exist."""
     nodes = len(forest.feature)
     for name in ("threshold", "yes", "no", "leaf"):
         if getattr(forest, name).shape != (nodes,):

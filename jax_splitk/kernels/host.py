@@ -1,4 +1,4 @@
-"""What the families for the CPU share: split products on XLA's threads, in float32 (see ffi/host_product.h)."""
+"""Shared by the families for the CPU: split products on XLA's threads, in float32 (see ffi/host_product.h)."""
 
 import abc
 import dataclasses
@@ -26,16 +26,17 @@ _RUN = 512
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What is multiplied, [rows, k] by [k, columns] for each group, and how the work is cut.
+    """A product of [rows, k] by [k, columns] for each group, and its division into tasks.
 
     Twin of `Product` in ffi/host_product.h, which refuses any other workspace.
 
     Attributes:
-      depth: how much of k is loaded at a time.
+      depth: elements of k that are loaded at a time.
       row_block: rows of a task.
-      more_blocks: blocks of rows beyond those of `rows`, where each of several parts of the rows ends in its own.
-      span: 1, or as many parts of a group's rows and columns, of which the result has only those that meet their own.
-      row_cost, column_cost: times as long as a plain element takes to load, of the operands' elements.
+      more_blocks: further blocks of rows, if each of several parts of the rows ends in a block of its own.
+      span: number of parts of a group's rows and columns; the result has only products of rows and columns of the same
+        part.
+      row_cost, column_cost: time to load an element of each operand, relative to a plain element.
     """
 
     rows: int
@@ -57,12 +58,12 @@ class Product:
 
     @property
     def slots(self) -> int:
-        """Threads that have memory of their own."""
+        """The number of threads that have memory of their own."""
         return min(self.tasks, _MAX_SLOTS)
 
     @property
     def partial_bytes(self) -> int:
-        """The partial sums of all splits."""
+        """Bytes of the partial sums of all splits."""
         size = self.rows // self.span * self.groups * self.columns
         return 0 if self.splits == 1 else self.splits * _rounded_up(4 * size, _ALIGN)
 
@@ -75,7 +76,8 @@ class Product:
         return _ALIGN + self.partial_bytes + self.slots * slot_bytes
 
     def seconds(self, target: Target) -> float:
-        """Predicted: the largest task as often as one thread has its turn, then the sum of the partial sums."""
+        """Predicted seconds: the largest task, times the number of tasks of a thread, plus the addition of the partial
+        sums."""
         of: HostRates = rates(target.platform, target.device_kind)
         rows, columns = min(self.row_block, self.rows), min(_TILE_COLUMNS, self.columns)
         products = _rounded_up(rows, _ROWS_AT_ONCE) * _rounded_up(columns, _TILE_COLUMNS // 2)
@@ -101,11 +103,11 @@ class HostFamily(Family[_Problem, _Config]):
 
     @abc.abstractmethod
     def product(self, problem: _Problem, config: _Config) -> Product:
-        """What the handler computes."""
+        """The product that the handler computes."""
 
     @abc.abstractmethod
     def attributes(self, problem: _Problem, config: _Config) -> dict[str, Any]:
-        """What the handler is told."""
+        """The handler's attributes."""
 
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         return self.product(problem, config).seconds(target)

@@ -1,4 +1,4 @@
-"""What a kernel has to do: what families say of a config, and all that the cost model sees of it."""
+"""The work of a kernel: families state it for a config, and the cost model sees nothing else."""
 
 import dataclasses
 
@@ -8,20 +8,20 @@ class Work:
     """The work of all launches of a plan. Figures are of the busiest multiprocessor unless they say otherwise.
 
     Attributes:
-      tensor_clocks: that the tensor cores need at their full rate.
-      shared_bytes: read and written in shared memory, bank conflicts counted.
-      l2_bytes: loaded from the L2 or stored to it.
-      instructions: that its warps issue, beside tensor-core ones.
+      tensor_clocks: clocks that the tensor cores need at their full rate.
+      shared_bytes: bytes read and written in shared memory, including bank conflicts.
+      l2_bytes: bytes loaded from the L2 or stored to it.
+      instructions: instructions that its warps issue, besides tensor-core ones.
       rows: pieces of up to 128 bytes of a line that TMA loads or stores.
-      waits: loads that nothing hides, one after another.
-      turns: short waits (a barrier, a product for the one before) of a thread block, one after another.
-      memory_bytes: that the whole device moves.
-      memory_share: part of the multiprocessors that take part in that.
-      waves: turns of thread blocks, each of which fills its pipeline.
-      stored_bytes: of fp32 sums in epilogues, which nothing hides.
-      partial_bytes: of partial sums that the whole device writes and reads again.
-      launches: of kernels.
-      cluster: thread blocks whose sums meet.
+      waits: loads in sequence that nothing hides.
+      turns: short waits in sequence of a thread block (at a barrier, or of a product for the one before).
+      memory_bytes: bytes that the whole device moves.
+      memory_share: part of the multiprocessors that move them.
+      waves: waves of thread blocks, each of which fills its pipeline.
+      stored_bytes: bytes of fp32 sums in epilogues, which nothing hides.
+      partial_bytes: bytes of partial sums that the whole device writes and reads again.
+      launches: number of kernels.
+      cluster: thread blocks of a cluster that add their sums.
     """
 
     tensor_clocks: float = 0.0

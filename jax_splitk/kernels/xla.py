@@ -1,8 +1,6 @@
-"""An estimate of XLA's time, for choices that nobody measured: a roofline times what was learned.
-
-A problem belongs to a class, and is of some kinds and sizes; trees (`cost_models/xla.npz`) give XLA's time over the
-roofline by these. Of a class or a kind that the fit has not seen, or of sizes beyond those that it has, nothing is
-known.
+"""An estimate of XLA's time, for choices without measurements: a roofline times a learned factor. A problem has a
+class, kinds and sizes; trees (`cost_models/xla.npz`) give XLA's time over the roofline from these. There is no estimate
+for classes and kinds that the fit has not seen, and for sizes beyond those of the fit.
 """
 
 import dataclasses
@@ -23,17 +21,17 @@ from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
-# An H200's. Of other devices the number of cores and the rate of memory count, and what is fitted to their times.
+# An H200's. For other devices only the number of cores, the memory rate and their fitted rates matter.
 _FLOPS = {"float32": 395e12, "exact": 50e12, "float8_e4m3fn": 790e12}
 _HALF_FLOPS = 790e12
 _BYTES = 4.3e12
 _LAUNCH_SECONDS = 5e-6
 _FEW_CHANNELS = 8
-_WIDE = 256  # channels of a group: more make no difference
+_WIDE = 256  # channels of a group: a larger number makes no difference
 _FEW_ROWS = 16
-_MARGIN = 1.9  # times beyond the sizes that were seen
+_MARGIN = 1.9  # factor by which sizes may exceed those of the fit
 _LEAST_UNCERTAINTY = 0.05
-# Of grouped products XLA reaches about the rate of dense ones, with every row times every group's matrix.
+# XLA computes grouped products at about the rate of dense products, but multiplies every row with every group's matrix.
 _GROUPED_FACTOR, _GROUPED_UNCERTAINTY = 1.1, 0.3
 FILE = "xla.npz"
 SIZES = 6  # of a problem, at most
@@ -41,13 +39,13 @@ SIZES = 6  # of a problem, at most
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What the estimate sees of a problem.
+    """The estimate's view of a problem.
 
     Attributes:
-      name: of the class.
-      floor: seconds, by the rates of arithmetic and memory.
-      kinds: what the problem is.
-      sizes: its sizes, by name, as many for all problems of an operation.
+      name: the name of the class.
+      floor: seconds by the rates of arithmetic and memory.
+      kinds: properties of the problem.
+      sizes: its sizes by name, the same names for all problems of an operation.
     """
 
     name: str
@@ -58,32 +56,32 @@ class Features:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds, and the standard deviation of their logarithm."""
+    """Predicted seconds, and the standard deviation of their logarithm."""
 
     seconds: float
     uncertainty: float
 
 
 def features(problem: Problem, target: Target) -> Features:
-    """What the estimate sees of a problem that is not empty."""
+    """The features of a problem that is not empty."""
     cores = target.cores / DEFAULT_CUDA.cores
     return _FEATURES[problem.op](problem, _Share(cores, cost_model.memory_share(target)))
 
 
 def class_of(problem: Problem) -> str:
-    """Its name; "empty" of a problem that has nothing to compute."""
+    """The problem's class; "empty" if there is nothing to compute."""
     return features(problem, DEFAULT_CUDA).name if problem.flops else "empty"
 
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What a fit to XLA's times gives.
+    """The result of a fit to XLA's times.
 
     Attributes:
-      trees: of `rows`.
-      kinds: that the fit has seen.
-      classes: of each, by "operation: name", how far the logarithms of estimates lie from those of times that the fit
-        has not seen (their standard deviation), and the least and the largest of each size.
+      trees: trees over `rows`.
+      kinds: kinds that the fit has seen.
+      classes: for each "operation: name" the standard deviation of the logarithms of held-out estimates over times, and
+        the least and the largest of each size.
     """
 
     trees: forest.Forest
@@ -93,7 +91,7 @@ class Learned:
 
 @functools.cache
 def learned(folder: pathlib.Path) -> Learned:
-    """The package's. Raises ValueError for a damaged file."""
+    """The package's fit. Raises ValueError for a damaged file."""
     trees, others = forest.read(folder / FILE)
     try:
         names, spreads, ranges = (others[name] for name in ("classes", "spreads", "ranges"))
@@ -104,8 +102,8 @@ def learned(folder: pathlib.Path) -> Learned:
 
 
 def rows(problems: Sequence[tuple[Problem, Features]], kinds: Sequence[str]) -> np.ndarray:
-    """What the trees see of each problem: the operation's number, the roofline, the sizes, and whether it is of each of
-    these kinds."""
+    """The trees' input for each problem: the operation's number, the roofline, the sizes, and a flag for each of these
+    kinds."""
     found = []
     for problem, of in problems:
         sizes = [*of.sizes.values(), *[0.0] * SIZES][:SIZES]
@@ -117,17 +115,17 @@ def rows(problems: Sequence[tuple[Problem, Features]], kinds: Sequence[str]) -> 
 
 @functools.lru_cache(maxsize=4096)
 def estimate(problem: Problem, target: Target) -> Estimate | None:
-    """XLA's time on a GPU; None where nothing is known."""
+    """XLA's time on a GPU; None if nothing is known."""
     return None if target.platform != "cuda" else estimate_by(learned(cost_model.FOLDER), problem, target)
 
 
 def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | None:
-    """`estimate` by such data."""
+    """`estimate` by the data of a given fit."""
     if problem.flops == 0:
         return None
     if isinstance(problem, RaggedDotProblem):
         return Estimate(features(problem, target).floor * _GROUPED_FACTOR, _GROUPED_UNCERTAINTY)
-    # The trees see the problem as on the default device, so that estimates follow a device's rates.
+    # The trees see the problem as on the default device; the estimate then follows the device's own rates.
     floor, found = features(problem, target).floor, features(problem, DEFAULT_CUDA)
     spread, ranges = of.classes.get(f"{problem.op}: {found.name}", (math.inf, np.zeros((0, 2))))
     if math.isinf(spread) or not set(found.kinds) <= set(of.kinds):
@@ -142,14 +140,14 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
 
 
 class _Share(NamedTuple):
-    """What a device has of an H200's rates of arithmetic and memory."""
+    """A device's rates of arithmetic and memory relative to an H200's."""
 
     cores: float
     memory: float
 
 
 def _floor(problem: Problem | ConvProblem, dtype: str, share: _Share, moved: float) -> float:
-    """Seconds at the rates of arithmetic and memory of such a share of an H200."""
+    """Seconds at these shares of an H200's rates of arithmetic and memory."""
     arithmetic = problem.flops / (_FLOPS.get(dtype, _HALF_FLOPS) * share.cores)
     return max(arithmetic, moved / (_BYTES * share.memory)) + _LAUNCH_SECONDS
 

@@ -1,1 +1,1 @@
-"""Public operations: their arguments, primitives, lowering, and what looks at them."""
+"""Public operations: their arguments, primitives and lowering, and functions that examine traces."""

@@ -1,4 +1,5 @@
-"""What `explain` returns: tables of at most 100 columns, what the kernels gain, and how to route the rest."""
+"""The result of `explain`: tables of at most 100 columns, the gain of the kernels, and how to route other
+operations."""
 
 import dataclasses
 import re
@@ -27,19 +28,18 @@ _HOW = {
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The decisions for a function, in the order of its trace; `str()` of it is a table and what they gain.
+    """The decisions for a function, in the order of its trace. `str()` gives a table and the gain.
 
     Attributes:
       platform: "cpu", "cuda", "rocm" or "tpu".
       device: the processor that the decisions are for, e.g. "NVIDIA H200".
-      assumed: whether that is assumed, since this machine has no such device.
+      assumed: whether the device is assumed, since this machine has none.
       decisions: the function's jax_splitk operations.
-      unrouted: what the function leaves to lax and jax_splitk would compute: weight gradients of lax's convolutions,
-        those of their forward passes and input gradients that a kernel would compute, grouped products, and products
-        with arguments of a quantized dtype that are dequantized before. The decision is the one that routing the
-        operation to jax_splitk would lead to, if no partitioner of XLA's is in the way.
-      notes: what else there is to say, a sentence each.
-      verbose: whether `str()` shows configs, splits, workspaces and whole reasons.
+      unrouted: lax's operations that jax_splitk could compute: weight gradients of convolutions, forward passes and
+        input gradients for which it has a kernel, grouped products, and products with a dequantized argument. The
+        decision is the one after routing the operation to jax_splitk, unless XLA's partitioner prevents it.
+      notes: further remarks, one sentence each.
+      verbose: whether `str()` shows configs, splits, workspaces and full reasons.
     """
 
     platform: str
@@ -52,12 +52,12 @@ class Explanation:
 
     @property
     def gain(self) -> Gain:
-        """What the function's jax_splitk operations gain over XLA."""
+        """The gain of the function's jax_splitk operations over XLA."""
         return total_gain(self.decisions)
 
     @property
     def gain_if_routed(self) -> Gain:
-        """What the operations would gain that are left to lax."""
+        """The possible gain of operations that are left to lax."""
         return total_gain(self.unrouted)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Explanation:
 
 
 def _text(explained: Explanation) -> str:
-    """The whole text."""
+    """The whole text of an explanation."""
     lines = [_title(explained)]
     if explained.decisions:
         lines += _table(explained.decisions, explained.verbose)
@@ -126,7 +126,7 @@ def _table(decisions: Sequence[Decision], verbose: bool) -> list[str]:
 
 
 def _row(d: Decision) -> tuple[str, ...]:
-    """The cells of a decision. A time is that of one operation, and what is saved is saved by all."""
+    """The cells of a decision. A time is for one operation, a saving for all of them."""
     times = [_time(us, d) for us in (d.ours_us, d.xla_us)]
     saved = "?" if d.family is not None else ""
     if d.family is not None and d.saved_us is not None:
@@ -135,7 +135,7 @@ def _row(d: Decision) -> tuple[str, ...]:
 
 
 def _reason(d: Decision) -> str:
-    """What decided, without how many configs the cost model compared."""
+    """The source of the decision, without the number of configs that the cost model compared."""
     return re.sub(r"'s best of \d+ configs\b", "", d.because)
 
 
@@ -147,7 +147,7 @@ def _time(us: float | None, d: Decision) -> str:
 
 
 def _details(d: Decision) -> list[str]:
-    """What only a verbose text has."""
+    """Further lines of a verbose text."""
     config = "" if d.config is None else f"  {d.family} {d.config}"
     splits = "" if d.splits is None else f"splits {d.splits}, "
     workspace = f"  {splits}workspace {d.workspace_bytes / 2**20:.2f} MiB"

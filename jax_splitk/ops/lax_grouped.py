@@ -1,4 +1,4 @@
-"""Grouped products that a traced function leaves to lax: its calls of `lax.ragged_dot`, and their gradients."""
+"""Grouped products that a traced function leaves to lax: calls of `lax.ragged_dot`, and their gradients."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from jax_splitk.runtime.arguments import wider
 
 
 def grouped_products(equations: Iterable[core.JaxprEqn]) -> Iterator[RaggedDotProblem]:
-    """The problem of each equation that computes one, once for each element of its batch."""
+    """The problem of each such equation, once for each element of its batch."""
     for eqn in equations:
         if eqn.primitive.name != "ragged_dot_general":  # which jax.lax does not show
             continue

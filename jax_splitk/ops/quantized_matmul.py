@@ -35,19 +35,18 @@ def quantized_matmul(
 ) -> jax.Array:
     """The product x @ w with a weight w of 4 or 8 bits, summed in float32.
 
-    Runs under jit, vmap (over x, w or both), scan, remat and shard_map. Differentiation, in forward and reverse mode
-    and of any order, is with respect to x (in which it is linear), the scales and floating zero points, each computed
-    only where it is asked for:
-    x's for adapters on a frozen weight (QLoRA, arXiv:2305.14314), those of scales and zero points for
-    quantization-aware training. Integer leaves have cotangents of dtype float0, and those that packing made floats
-    (integer zero points) cotangents of 0.
+    Runs under jit, vmap (over x, w or both), scan, remat and shard_map. It can be differentiated with respect to x (in
+    which it is linear), the scales and floating zero points, in forward and reverse mode and to any order. Adapters on
+    a frozen weight (QLoRA, arXiv:2305.14314) need the gradient of x; quantization-aware training needs those of scales
+    and zero points. Each is computed only if it is needed.eger leaves have cotangents of dtype float0. Integer zero
+    points, which packing turns into floats, have cotangents of 0.
 
-    Kernels take a PackedWeight and an x of 16 or 8 bits; which one computes the product, or XLA, is decided at
-    lowering, as for `conv_wgrad`, under the `jax_splitk.options` in force, and `jax_splitk.explain` and
-    `jax_splitk.tune` see it. Leading dimensions of x and a batch of activations under vmap make one product of more
-    rows; a batch of weights runs a kernel for each, one after the other. Everything else is XLA's, as the log and
-    `jax_splitk.explain` say, and so is every cotangent but the one that `transposed` is for. XLA dequantizes the weight
-    and multiplies: in x's dtype where that is also the result's, with the weight rounded to it, else in float32.
+    Kernels take a PackedWeight and an x of 16 or 8 bits. Lowering chooses a kernel or XLA, as for `conv_wgrad`, under
+    the current `jax_splitk.options`. `jax_splitk.explain` and `jax_splitk.tune` see the operation. Leading dimensions
+    of x and a batch of activations under vmap make one product of more rows; a batch of weights runs a kernel for each,
+    one after the other. XLA computes all other products, as the log and `jax_splitk.explain` say, and all cotangents
+    except that of x with `transposed`. XLA dequantizes the weight and multiplies. If x and the result have the same
+    dtype, it rounds the weight to it and multiplies in it, else in float32.
 
     Args:
       x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32.
@@ -57,22 +56,21 @@ def quantized_matmul(
         float8_e4m3fn.
       implementation: as in `conv_wgrad`.
       config: as in `conv_wgrad`.
-      transposed: a second weight, `prepack(quantize(w.T, ...))` of shape [features, k], that stands for w in the
-        cotangent of x, so that a kernel can compute it: the groups of w lie along what that product does not sum
-        over, so its own packing serves no kernel there. It is quantized by itself, hence as close to the unquantized
-        weight as w is, but not equal to w; nothing is differentiated with respect to it. Not used where the result
-        is float32. None for XLA's product with w itself.
+      transposed: a second weight, `prepack(quantize(w.T, ...))` of shape [features, k], with which a kernel computes
+        the cotangent of x. That product sums over features, but the groups of w lie along k, so no kernel can use w for
+        it. The second weight is quantized separately: it is as close to the unquantized weight as w is, but not equal
+        to w. It has no gradient. Not used if the result is float32. None: XLA's product with w itself.
 
     Returns:
       [..., features]. The cotangent of an x of dtype float8_e4m3fn saturates at 448.
 
     Raises:
-      TypeError: dtypes other than those above, a weight of another type, a config of no known family, or with a field
-        of another type than its family's.
-      ValueError: shapes that do not belong together, an unknown implementation, a config that is not legal.
-      NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
-        device can tell is raised at lowering.
-      FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
+      TypeError: dtypes other than those above, a weight of another type, a config of an unknown family, or a config
+        with a field of a wrong type.
+      ValueError: shapes that do not fit together, an unknown implementation, a config that is not legal.
+      NotImplementedError: an explicit implementation or config that cannot serve; the message names the limit. Limits
+        that depend on the device raise it at lowering.
+      FrozenCacheMiss: at lowering with `JAX_SPLITK_CACHE_MODE=frozen`, if there is no tuning decision.
 
     Examples:
       >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64))
@@ -103,14 +101,14 @@ def _is_weight(x: Any) -> bool:
 
 
 def _check_order(x: Any, w: Any) -> None:
-    """Raises TypeError for a weight in the place of the activations."""
+    """Raises TypeError if a weight is passed in place of the activations."""
     if _is_weight(x):
         kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
         raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout]:
-    """(elements or words, scale, zero point) of a weight, and what they are."""
+    """(elements or words, scale, zero point) of a weight, and its layout."""
     w = unwrapped(w)
     if isinstance(w, PackedWeight):
         w = checked(w)
@@ -130,7 +128,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
 
 
 def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, Back]:
-    """`_leaves` of the weight that stands for w in the cotangent of x, and the rest."""
+    """`_leaves` of the weight that replaces w in the cotangent of x, and the other parameters of that product."""
     if not isinstance(transposed, PackedWeight):
         raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
     leaves, back_layout = _leaves(transposed)

@@ -1,8 +1,8 @@
 """The parameter of the `ragged_dot` primitive: a grouped product with a batch, and how JAX's rules see it.
 
-Operands are lhs, rhs, group_sizes (int32) and, where there is one, group_offset (int32 [1]), as `RaggedDotProblem` has
-them, each with some of the dimensions of the batch in front. The result has all of them. A batch stays until lowering,
-where the choice is made for one of its elements: a kernel runs once for each, one after the other.
+Operands are lhs, rhs, group_sizes (int32) and optionally group_offset (int32 [1]), as in `RaggedDotProblem`, each with
+some of the batch dimensions in front. The result has all batch dimensions. Lowering makes the choice for one element of
+the batch: a kernel runs once for each element, one after the other.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ class RaggedDotCall:
     Attributes:
       mode, groups, rhs_order: as in `RaggedDotProblem`.
       has_offset: whether group_offset is an operand.
-      compute_dtype: to which lhs and rhs are rounded.
-      out_dtype: of the result.
+      compute_dtype: dtype to which lhs and rhs are rounded.
+      out_dtype: dtype of the result.
       precision: as in `RaggedDotProblem`.
-      batch: of lhs, rhs and group_sizes, the dimensions of the batch that they have, in ascending order.
-      options: the caller's.
+      batch: the batch dimensions of lhs, of rhs and of group_sizes, in ascending order.
+      options: the caller's options.
     """
 
     mode: Mode
@@ -53,7 +53,7 @@ class RaggedDotCall:
 
     @property
     def rank(self) -> int:
-        """Dimensions of the batch."""
+        """Number of batch dimensions."""
         return len({dim for dims in self.batch for dim in dims})
 
     def batch_shape(self, avals: Sequence[Any]) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ class RaggedDotCall:
         return tuple(sizes[dim] for dim in range(len(sizes)))
 
     def problem(self, avals: Sequence[Any]) -> RaggedDotProblem:
-        """That of one element of the batch."""
+        """The problem of one element of the batch."""
         lhs, rhs, sizes = (tuple(map(_compat.static_or_symbolic, x.shape)) for x in avals[:3])
         return RaggedDotProblem(
             mode=self.mode,
@@ -85,9 +85,9 @@ class RaggedDotCall:
     # ---- among devices -----------------------------------------------------------------------------------------------
 
     def rule(self, avals: Sequence[Any]) -> Rule:
-        """Every dimension may be divided. A device that has some experts gets their offset, and one that has some rows
-        the part of each group that lies there; a contracting dimension that is divided leaves a sum, and so do the
-        groups of a forward product."""
+        """Every dimension may be divided. A device with some of the groups gets their offset. A device with some of the
+        rows gets its part of each group. If a contracting dimension, or the groups of a forward product, are divided,
+        the devices' results are summed."""
         problem = self.problem(avals)
         names = [tuple(f"b{dim}" for dim in dims) for dims in self.batch]
         matrices = tuple(problem.rhs_order) if self.is_forward else ("m", "n")
@@ -121,7 +121,7 @@ class RaggedDotCall:
     # ---- lowering ----------------------------------------------------------------------------------------------------
 
     def in_lax(self, problem: RaggedDotProblem, out: Any) -> Callable[..., jax.Array]:
-        """The function of the operands in plain lax."""
+        """The call in plain lax, as a function of the operands."""
         del out
 
         def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -130,7 +130,7 @@ class RaggedDotCall:
         return product
 
     def with_kernel(self, problem: RaggedDotProblem, out: Any, custom_call: CustomCall) -> Callable[..., jax.Array]:
-        """The function of the operands around the custom call of one element of the batch."""
+        """The call as a function of the operands, with the custom call for one element of the batch."""
         dims = (*self.batch, ())[: 3 + self.has_offset]
 
         def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -142,8 +142,8 @@ class RaggedDotCall:
         return product
 
     def as_lax(self, avals: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """As a policy of `jax.checkpoint` sees it: the dense product of lhs and a matrix of rhs. lax's own grouped
-        product is none of those that policies know."""
+        """The call as a `jax.checkpoint` policy sees it: a dense product of lhs and a matrix of rhs, since policies do
+        not know lax's grouped product."""
         lhs, rhs = avals[:2]
         shared = [(self.batch[0].index(dim), self.batch[1].index(dim)) for dim in self.batch[0] if dim in self.batch[1]]
         rank = len(self.batch[1])

@@ -30,9 +30,9 @@ def tune(
 ) -> TuningResult:
     """Measures the kernels of every jax_splitk operation in `fn(*args, **kwargs)`, and stores the fastest of each.
 
-    `fn` is traced; what is measured are the problems in it, on the local device. The decisions go to the user's cache,
-    if that may be written (`JAX_SPLITK_CACHE_MODE`); the log says what was not stored. A terminal shows how far it is,
-    and at the end what a step gains (`JAX_SPLITK_PROGRESS`); else the log does.
+    `fn` is traced, and the problems in its trace are measured on the local device. The decisions go to the user's
+    cache, if it may be written (`JAX_SPLITK_CACHE_MODE`); the log lists decisions that were not stored. A terminal, or
+    else the log, shows the progress, and at the end the gain of a step (`JAX_SPLITK_PROGRESS`).
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step; it is traced, not run.
@@ -41,8 +41,8 @@ def tune(
       seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
       again: also tune what a cache already has.
 
-    Returns:
-      The decisions. As a context manager it puts them in force; `dumps` and `loads` carry them elsewhere.
+    Returns: The decisions. In a `with` block these decisions come first. `dumps` and `loads` take them to other
+      machines.
 
     Raises:
       ValueError: `seconds` is not a number above 0.
@@ -73,16 +73,15 @@ def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, 
 
     Args:
       problems: e.g. a `jax_splitk.problems.conv_wgrad.ConvWgradProblem` or a
-        `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`; the options in force hold for all of them.
+        `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`; the current options apply to all of them.
       seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
       again: also tune what a cache already has.
 
-    Returns:
-      The decisions, as those of `tune`.
+    Returns: The decisions, as from `tune`.
 
     Raises:
       TypeError: one of them is not a problem.
-      ValueError: the fields of one do not belong together; otherwise as `tune`.
+      ValueError: the fields of a problem do not fit together; otherwise as `tune`.
 
     Examples:
       >>> from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -105,7 +104,8 @@ def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, 
 def _tune_all(
     wanted: Mapping[tuple[Problem, int], int], seconds: float | None, again: bool, counted: bool = False
 ) -> TuningResult:
-    """`wanted`: (problem, workspace limit), and how often; `counted`: whether that is how often a step computes it."""
+    """Tunes pairs of problem and workspace limit, each with its count. `counted`: whether the count is how often a step
+    computes it."""
     budget = None if seconds is None else _seconds(seconds)
     target = target_for(local_platform())
     keys = {(key_for(problem, target), limit): count for (problem, limit), count in wanted.items()}
@@ -129,7 +129,7 @@ def _tune_all(
 
 
 def _seconds(value: Any) -> float:
-    """A number of seconds of any kind, NumPy's among them."""
+    """A number of seconds of any numeric type, also NumPy's."""
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an integer that no float holds

@@ -1,1 +1,1 @@
-"""What is to be computed: problem types and the same operations in plain lax."""
+"""Problem types, and the same operations in plain lax."""

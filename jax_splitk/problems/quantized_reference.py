@@ -1,5 +1,5 @@
-"""The product with a quantized weight in plain lax: dequantize, then multiply. What the fallback runs, and what kernels
-are checked against."""
+"""The product with a quantized weight in plain lax: dequantize, then multiply. The fallback runs it, and kernels are
+checked against it."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from jax_splitk.quantized.packing import pack_groups, unpack_codes, unpack_group
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a weight's arrays mean."""
+    """The meaning of a weight's arrays."""
 
     shape: tuple[int, int]
     qtype: str
@@ -64,7 +64,7 @@ def to_cotangent(dx: jax.Array, dtype: np.dtype) -> jax.Array:
     """dx of dtype `widened(dtype)` in `dtype`."""
     if dtype.itemsize > 1:
         return dx
-    limit = float(jnp.finfo(dtype).max)  # beyond it lies only NaN
+    limit = float(jnp.finfo(dtype).max)  # larger values would become NaN
     return jnp.clip(dx, -limit, limit).astype(dtype)
 
 
@@ -87,7 +87,7 @@ def zero_point_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Lea
 
 
 def group_order(layout: Layout, x: jax.Array, like: jax.Array) -> jax.Array:
-    """[groups, features] in the layout's order and the dtype of the leaf `like`."""
+    """Values [groups, features] in the layout's order and the dtype of the leaf `like`."""
     ordered = x if layout.version is None else pack_groups(x, layout.shape[0], layout.group_size)
     return ordered.astype(like.dtype)
 
@@ -131,15 +131,15 @@ def _differences(layout: Layout, leaves: Leaves) -> jax.Array:
 
 
 def _dequantized(layout: Layout, leaves: Leaves) -> jax.Array:
-    """The weight, [k, features] in float32."""
+    """The dequantized weight, [k, features] in float32."""
     return scaled(_differences(layout, leaves), _groups(layout, leaves[1]))
 
 
 def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax.Array:
     """a [n, c] times the float32 `weight`, summed over its `axis` of size c, in float32.
 
-    Where a and the result are of one 16-bit dtype the weight is rounded to it, for the tensor cores' sake: an error no
-    larger than that of rounding the result.
+    If a and the result have the same 16-bit dtype, the weight is rounded to it for the tensor cores. This error is at
+    most that of rounding the result.
     """
     if a.dtype.itemsize == 1:
         a = a.astype(jnp.bfloat16)  # exact
@@ -147,7 +147,7 @@ def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax
     if a.dtype != out_dtype:
         a = a.astype(jnp.float32)
     elif a.dtype == jnp.float16:
-        # Weights outside float16's range are brought into it by a power of two for each output.
+        # A power of two for each output brings weights into float16's range.
         _, exponent = jnp.frexp(jnp.max(jnp.abs(weight), axis=axis, keepdims=True, initial=0))
         factor = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, -120))
         weight = weight / factor

@@ -21,18 +21,18 @@ class RaggedDotProblem:
     Group i is rows start[i] to start[i] + size[i] of the operands, where start[i] is the sum of the sizes before it. A
     negative size counts as 0, and rows at and beyond m belong to no group, whatever the sizes are.
 
-    "forward": lhs [m, k] and rhs [groups, k, n] give out [m, n]. Row r of group i is lhs[r] @ rhs[i]; rows of no
-    group are zeros. The lhs gradient is a forward product, too: of the cotangent and rhs with k and n swapped, which
-    is the same array in the other `rhs_order`.
+    "forward": lhs [m, k] and rhs [groups, k, n] give out [m, n]. Row r of group i is lhs[r] @ rhs[i]; rows of no group
+    are zeros. The lhs gradient is a forward product of the cotangent and of rhs with k and n swapped, which is the same
+    array in the other `rhs_order`.
 
     "rhs_gradient": lhs [m, k] and rhs [m, n] give out [groups, k, n], whose matrix i is the sum over the rows r of
     group i of the outer products of lhs[r] and rhs[r]: zeros for an empty group.
 
-    What an element of a row of no group holds, be it NaN, reaches no result.
+    Rows of no group never affect the result, even if they hold NaN.
 
     Operands in the order of the custom call's buffers: lhs, rhs, group_sizes (int32 [groups]). With `total_groups`
     group_sizes is int32 [total_groups], and group_offset (int32 [1]) follows: group i of this problem is then group
-    group_offset + i of group_sizes, and it is empty if there is no such one.
+    group_offset + i of group_sizes, and it is empty if that group does not exist.
 
     Attributes:
       mode: "forward" or "rhs_gradient".
@@ -42,7 +42,7 @@ class RaggedDotProblem:
       n: columns of the other matrices.
       dtype: of lhs and rhs.
       out_dtype: of the result. Sums are float32, or float64 where one of the dtypes is.
-      precision: "default", "high" or "highest"; of float32 operands.
+      precision: "default", "high" or "highest"; for float32 operands.
       rhs_order: the dimensions of a forward product's rhs in memory, the last one contiguous; "gkn" or "gnk". "gkn" for
         a rhs gradient.
       total_groups: the groups of group_sizes where group_offset is an operand; 0 where it is not.
@@ -91,7 +91,7 @@ class RaggedDotProblem:
 
     @property
     def rhs_shape(self) -> tuple[int, ...]:
-        """In memory."""
+        """The shape of rhs in memory."""
         if self.mode == "rhs_gradient":
             return (self.m, self.n)
         return (self.groups, self.k, self.n) if self.rhs_order == "gkn" else (self.groups, self.n, self.k)
@@ -108,7 +108,7 @@ class RaggedDotProblem:
 
     @property
     def refusal(self) -> str | None:
-        """Why no kernel on any platform takes it, None where one may."""
+        """Why no kernel on any platform serves the problem; None if one may."""
         sizes = (self.groups, self.m, self.k, self.n)
         if any(isinstance(size, int) and size == 0 for size in sizes):
             return f"an empty product, {self.m}x{self.k} by {self.groups} of {self.k}x{self.n}"
@@ -116,7 +116,7 @@ class RaggedDotProblem:
 
     @property
     def rows(self) -> int:
-        """Rows that are multiplied, where sizes are even and their sum is m."""
+        """Rows that are multiplied if sizes are even and their sum is m."""
         return -(-self.m * self.groups // self.total_groups) if self.has_offset else self.m
 
     @property

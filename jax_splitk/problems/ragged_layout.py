@@ -1,8 +1,7 @@
 """From `lax.ragged_dot_general`'s dimension numbers to a grouped product with a batch, and back.
 
-lax has three modes, by the kind of lhs's ragged dimension. One that is not contracted makes a "forward" product, one
-that is contracted a "rhs_gradient". One that is a batch dimension leaves lax a plain `dot_general`, which looks at no
-group.
+lax has three modes, by the kind of lhs's ragged dimension. If it is not contracted, the product is "forward"; if it is
+contracted, "rhs_gradient". If it is a batch dimension, lax computes a plain `dot_general`, which ignores the groups.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from jax_splitk.problems.dot_layout import free_dimensions
 from jax_splitk.problems.ragged_dot import Mode
 
-# Of each operand, which dimensions of the batch it has.
+# The batch dimensions of each operand.
 Batch = tuple[tuple[int, ...], ...]
 
 
@@ -27,7 +26,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedLayout:
-    """A grouped product, and how lax's operands become its own.
+    """A grouped product, and how lax's operands become the operands of this product.
 
     Attributes:
       mode, rhs_order: as in `RaggedDotProblem`.
@@ -54,7 +53,7 @@ class RaggedLayout:
 
 
 def is_batch(numbers: Any) -> bool:
-    """Whether the ragged dimension is one of the batch."""
+    """Whether the ragged dimension is a batch dimension."""
     _, (lhs_batch, _) = numbers.dot_dimension_numbers
     return numbers.lhs_ragged_dimensions[0] in lhs_batch
 
@@ -80,10 +79,10 @@ def _forward(lhs: Sequence[Any], rhs: Sequence[Any], group_sizes: Sequence[Any],
     (ragged,), (group,) = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     free = free_dimensions(len(lhs), lhs_contracting, lhs_batch)
     place = free.index(ragged)
-    # Sizes that the outer dimensions share hold for the rows of all of them together, as those of inner dimensions do.
+    # If outer dimensions share group sizes, each size counts the rows of all of them together, as for inner dimensions.
     outer, inner = (free[:place], free[place + 1 :]) if len(group_sizes) > 1 else ((), _without(free, ragged))
     columns = free_dimensions(len(rhs), rhs_contracting, (*rhs_batch, group))
-    # The order of the reduction is free: that in which it lies in lhs.
+    # The order of the reduction is free: take the order in lhs.
     pairs = sorted(zip(lhs_contracting, rhs_contracting, strict=True))
     k_of_lhs, k_of_rhs = ([pair[i] for pair in pairs] for i in range(2))
     in_place = (*rhs_batch, group, *columns, *k_of_rhs) == tuple(range(len(rhs)))

@@ -1,4 +1,4 @@
-"""Grouped matrix products in plain lax: what the fallback runs and what kernels are checked against."""
+"""Grouped matrix products in plain lax. The fallback runs them, and kernels are checked against them."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from jax_splitk.problems.dot_reference import wide_dtype
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import Stretches
 
-# As they are now: `jax_splitk.intercept`, and users, put ours in their place.
+# lax's own functions, before `jax_splitk.intercept` or users replace them.
 lax_ragged_dot = lax.ragged_dot
 lax_ragged_dot_general = lax.ragged_dot_general
 
-# Of lhs, rhs and group_sizes, their batch dimensions.
+# The batch dimensions of lhs, of rhs and of group_sizes.
 Batch = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
-# How the rows of random operands are shared among the groups.
+# How the rows of random operands are divided among the groups.
 DISTRIBUTIONS = ("uniform", "skewed", "one_hot")
 
 
@@ -45,7 +45,7 @@ def batched(
     """The results of a problem for operands with batch dimensions in front, as one `lax.ragged_dot_general`.
 
     Args:
-      problem: of one element of the batch.
+      problem: the problem of one element of the batch.
       batch: of lhs, rhs and group_sizes, which batch dimensions they have, in ascending order. The result has all.
     """
     given = zip((lhs, rhs, group_sizes), batch, strict=True)
@@ -56,7 +56,7 @@ def batched(
     lhs, rhs = _with_batch(lhs, batch[0], shape), rhs if forward else _with_batch(rhs, batch[1], shape)
     if group_offset is not None:
         starts, sizes = (_of_groups(x, group_offset, problem.groups) for x in (starts, sizes))
-        # lax has no offset: the groups' rows go to the front, and those of the result back.
+        # lax has no offset: move the groups' rows to the front, and the result's rows back.
         lhs = _moved(lhs, -starts[..., :1])
         rhs = rhs if forward else _moved(rhs, -starts[..., :1])
     shared = batch[1] if forward else tuple(range(rank))  # dimensions that both operands have
@@ -84,13 +84,13 @@ def batched(
 
 
 def _with_batch(x: jax.Array, dims: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
-    """An operand that has these batch dimensions with all of a batch of this shape."""
+    """An operand with these batch dimensions, extended to all of a batch of this shape."""
     whole = jnp.expand_dims(x, tuple(dim for dim in range(len(shape)) if dim not in dims))
     return jnp.broadcast_to(whole, (*shape, *whole.shape[len(shape) :]))
 
 
 def _moved(x: jax.Array, by: jax.Array) -> jax.Array:
-    """[..., m, k] with its rows moved by so many places, [..., 1]; what leaves at an end comes in at the other."""
+    """[..., m, k] with its rows rotated by `by` places, [..., 1]."""
     m = x.shape[-2]
     rows = jnp.remainder(jnp.arange(m, dtype=jnp.int32) - by, jnp.asarray(m).astype(jnp.int32))
     return jnp.take_along_axis(x, rows[..., None], -2)
@@ -111,7 +111,7 @@ def bounds(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _of_groups(values: jax.Array, group_offset: jax.Array, count: int) -> jax.Array:
-    """`count` of the values [..., groups] from group_offset [1] on; 0 where there is none."""
+    """`count` of the values [..., groups] from group_offset [1] on; 0 for groups that do not exist."""
     index = group_offset.astype(jnp.int32) + jnp.arange(count, dtype=jnp.int32)
     return jnp.where(index < 0, 0, values.at[..., index].get(mode="fill", fill_value=0))
 

@@ -1,4 +1,4 @@
-"""Weights of few bits: quantization and the layout of the kernels. The product is in `jax_splitk.ops`."""
+"""Weights of 4 or 8 bits: quantization and the kernels' layout. The product is in `jax_splitk.ops`."""
 
 from jax_splitk.quantized.array import QuantizedArray, dequantize, quantize
 from jax_splitk.quantized.packing import PackedWeight, prepack, unpack

@@ -19,9 +19,9 @@ ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 
 
 class Weight:
-    """What both kinds of quantized weight have in common: they are operands of `quantized_matmul` alone."""
+    """Base of both kinds of quantized weight. Only `quantized_matmul` takes them as operands."""
 
-    __array_ufunc__ = None  # NumPy's arrays leave `x @ w` to `__rmatmul__`
+    __array_ufunc__ = None  # makes NumPy's arrays leave `x @ w` to `__rmatmul__`
 
     def __matmul__(self, other: Any) -> Any:
         raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: {_PRODUCT}")
@@ -34,7 +34,7 @@ _PRODUCT = "jax_splitk.quantized_matmul(x, w), the activations x first"
 
 
 def brief(leaf: Any) -> str:
-    """An array as int4[64,8]; what is none, by its type."""
+    """An array in the form int4[64,8]; any other value by its type."""
     if leaf is None or isinstance(leaf, str | int):
         return repr(leaf)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -110,21 +110,21 @@ def _bits(dtype: Any) -> int:
 
 
 def unwrapped(w: Any) -> Any:
-    """What a leaf of qwix's post-training quantization holds (`WithAux.array`); anything else as it is."""
+    """The array in a leaf of qwix's post-training quantization (`WithAux.array`); any other value unchanged."""
     array = getattr(w, "array", None)
     return array if hasattr(array, "qvalue") and not hasattr(w, "qvalue") else w
 
 
 def as_quantized(w: Any) -> QuantizedArray:
-    """`w`, a QuantizedArray or what looks like a qwix QArray (or a leaf that holds one) or an AQT QTensor, as a
-    QuantizedArray whose parts agree.
+    """Turns `w` into a QuantizedArray whose parts fit together. `w` is a QuantizedArray, or looks like a qwix QArray
+    (or a leaf that holds one) or an AQT QTensor.
 
-    Its values are the other library's, but for nf4: our table is rounded to bfloat16 (see `NF4`), so elements may be
-    0.0016 of their scale away.
+    Values stay the same, except for nf4: our table is rounded to bfloat16 (see `NF4`), so elements may be 0.0016 of
+    their scale away.
 
     Raises:
-      TypeError: `w` is none of these, or one of its parts is not of a dtype it may have.
-      ValueError: shapes that do not belong together; an AQT tensor with a bias, tiled or sparse.
+      TypeError: `w` is none of these, or one of its parts has a wrong dtype.
+      ValueError: shapes that do not fit together; an AQT tensor with a bias, tiled or sparse.
     """
     w = unwrapped(w)
     if not (hasattr(w, "qvalue") and hasattr(w, "scale")):
@@ -135,7 +135,7 @@ def as_quantized(w: Any) -> QuantizedArray:
             accepted += "; jax_splitk.quantize makes a QuantizedArray of an array"
         raise TypeError(f"a weight of type {type(w).__name__}; accepted: {accepted}")
     scale, zero_point = w.scale, getattr(w, "zero_point", None)
-    if isinstance(scale, list | tuple):  # AQT's: the product of all
+    if isinstance(scale, list | tuple):  # AQT has a list of scales: their product
         if getattr(w, "bias", None) or getattr(w, "tiling_state", None) is not None or not scale:
             raise ValueError("an AQT QTensor with a bias, tiles or no scale; accepted: one with scales only")
         scale = math.prod(map(jnp.asarray, scale[1:]), start=jnp.asarray(scale[0]))
@@ -143,7 +143,7 @@ def as_quantized(w: Any) -> QuantizedArray:
         raise ValueError("an AQT QTensor with a sparsity_mask; accepted: None (multiply qvalue by it)")
     qvalue, scale = jnp.asarray(w.qvalue), jnp.asarray(scale)
     zero_point = None if zero_point is None else jnp.asarray(zero_point)
-    # qwix has further names for what is stored in one of these dtypes; only nf4 is not what its dtype says.
+    # qwix has further names for formats that use one of these dtypes. Only nf4 differs from its dtype.
     name = "nf4" if str(getattr(w, "qtype", None)) == "nf4" else qvalue.dtype.name
     if name not in FORMATS or qvalue.dtype != FORMATS[name].storage:
         stored = ", ".join(sorted({fmt.storage.name for fmt in FORMATS.values()}))
@@ -171,15 +171,15 @@ def quantize(
 ) -> QuantizedArray:
     """Quantizes an array to 4 or 8 bits an element, with a scale for each group of elements along one axis.
 
-    The scale is that of the group's extremes.
+    A group's extreme values determine its scale.
 
     Symmetric: scale = max|w| / (high + 1/2) for integers, so that the last step of the range is used in full, and
     max|w| / high for floats. Asymmetric: the range from min(w, 0) to max(w, 0) on all 2**bits steps, with an integer
     zero point. These are qwix's "absmax" and "minmax". The scale is rounded up to `scale_dtype`, so no element is
     further than half a step of its format from its quantized value. A group of zeros has scale 1. A group with a NaN or
-    an infinity has scale NaN, so that all of it dequantizes to NaN.
+    an infinity has scale NaN, so all of its elements dequantize to NaN.
 
-    Runs under jit and vmap. The result counts as constant in differentiation.
+    Runs under jit and vmap. Differentiation treats the result as a constant.
 
     Args:
       w: a floating array of any rank, e.g. a Dense kernel [k, features]. float32 arithmetic at least.
@@ -190,8 +190,8 @@ def quantize(
       axis: the axis that a product contracts. `quantized_matmul` takes weights quantized along axis 0.
       symmetric: False for zero points; integer dtypes only. uint4 has no negative values without them, so it needs
         symmetric=False.
-      scale_dtype: bfloat16, float16 or float32; None for w's dtype if it is one of these, else float32. Scales
-        outside its range, or 2**-126 to 2**126, take its end: weights beyond the largest scale's reach saturate.
+      scale_dtype: bfloat16, float16 or float32; None for w's dtype if it is one of these, else float32. Scales outside
+        its range, or outside 2**-126 to 2**126, are clipped: weights beyond the reach of the largest scale saturate.
 
     Returns:
       A QuantizedArray with w's shape, scales (and zero points, of the elements' dtype) of w's shape except for
@@ -225,7 +225,7 @@ def quantize(
 
 
 def _grouping(shape: tuple[int, ...], axis: int, group_size: int | None) -> tuple[int, int]:
-    """(axis, elements along it that share a scale) from what the user gave."""
+    """(axis, number of elements along it that share a scale) from the user's arguments."""
     rank, along = len(shape), integer(axis)
     require(rank > 0, "w of rank 0", "a rank of at least 1")
     if along is None or not -rank <= along < rank:
@@ -243,17 +243,17 @@ def _grouping(shape: tuple[int, ...], axis: int, group_size: int | None) -> tupl
 
 @one_computation(1, 2, 3, 4, 5)
 def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool, scale_dtype: str) -> QuantizedArray:
-    """`quantize` with its arguments settled; one computation also outside jit."""
+    """`quantize` with checked arguments; one computation, also outside jit."""
     groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
     groups = groups.reshape(*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
-    # What is not finite is left to the scale: converted to integers it would be another number on each platform.
+    # Only the scale shows values that are not finite: platforms convert them to different integers.
     good = jnp.all(jnp.isfinite(groups), axis=axis + 1, keepdims=True)
     groups = jnp.where(good, groups, 0)
     greatest, zero_point = functools.partial(jnp.max, axis=axis + 1, keepdims=True), None
     if symmetric:
         span, steps = greatest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
     else:
-        # Halves, whose sum no group's range overflows.
+        # Halve first, so that no group's range overflows.
         negative, positive = (greatest(jnp.maximum(sign * groups, 0)) / 2 for sign in (-1, 1))
         span, steps = negative + positive, (fmt.high - fmt.low) / 2
         zero_point = nearest(fmt, fmt.low + 2 * steps * (negative / jnp.where(span == 0, 1, span)))
@@ -267,7 +267,8 @@ def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool,
 
 
 def _round_up(x: jax.Array, dtype: Any) -> jax.Array:
-    """Positive `x` in `dtype`, upwards, within 2**-126..2**126: XLA:CPU flushes subnormal numbers and reciprocals."""
+    """Positive `x`, rounded up to `dtype` and clipped to 2**-126..2**126: XLA:CPU flushes subnormal numbers and
+    reciprocals."""
     info = jnp.finfo(dtype)
     x = jnp.clip(x, max(float(info.smallest_subnormal), 2.0**-126), min(float(info.max), 2.0**126))
     rounded = x.astype(dtype)
@@ -281,12 +282,11 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
     Differentiable with respect to scale and a floating zero point.
 
     Args:
-      q: a QuantizedArray, a qwix QArray or an AQT QTensor. The values are theirs, but for qwix's nf4: the table here
-        is rounded to bfloat16.
+      q: a QuantizedArray, a qwix QArray or an AQT QTensor. Values stay the same, except for qwix's nf4, whose table is
+        rounded to bfloat16 here.
       dtype: a floating dtype; None for the scale's.
 
-    Raises:
-      TypeError, ValueError: parts of `q` that do not belong together; see `QuantizedArray`. A dtype not floating.
+    Raises: TypeError, ValueError: parts of `q` that do not fit together; see `QuantizedArray`. A dtype not floating.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((64, 2)), "int8", group_size=None)
@@ -315,7 +315,7 @@ def scaled(difference: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def over_tiles(op: Any, x: jax.Array, tiled: jax.Array) -> jax.Array:
-    """op(x, y) where each element of `tiled` serves a tile of `x`."""
+    """op(x, y), where y repeats each element of `tiled` for its tile of `x`."""
     pairs = list(zip(x.shape, tiled.shape, strict=True))
     split = x.reshape([part for n, t in pairs for part in (t, n // t if t else 1)])
     spread = tiled.reshape([part for _, t in pairs for part in (t, 1)])

@@ -27,8 +27,8 @@ NF4 = NF4.astype(jnp.bfloat16).astype(np.float32)
 class Format:
     """One element type.
 
-    A weight is (value(q) - zero_point) * scale. The code of q is what is stored in a packed weight: the bits of q,
-    except that int4 is biased by 8, which makes it an unsigned number.
+    A weight is (value(q) - zero_point) * scale. A packed weight stores the code of q: the bits of q, except that int4
+    is biased by 8 to become unsigned.
     """
 
     name: str
@@ -57,7 +57,7 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def format_of(dtype: QType | np.dtype | type[Any]) -> Format:
-    """The format of a dtype or a name. Raises TypeError for what is not in `FORMATS`."""
+    """The format of a dtype or a name. Raises TypeError if it is not in `FORMATS`."""
     name = "nf4" if isinstance(dtype, str) and dtype == "nf4" else dtype_of("dtype", dtype, tuple(FORMATS)).name
     return FORMATS[name]
 
@@ -70,7 +70,8 @@ def values(fmt: Format, q: jax.Array) -> jax.Array:
 
 
 def table(fmt: Format) -> np.ndarray:
-    """The value of each code, in float32. A constant: NumPy's work, which JAX's debugging flags do not see."""
+    """The value of each code, in float32. A constant: Computed by NumPy, so that JAX's debugging flags do not see
+    it."""
     codes = np.arange(2**fmt.bits)
     if fmt.name == "nf4":
         return NF4
@@ -80,7 +81,7 @@ def table(fmt: Format) -> np.ndarray:
 
 
 def nearest(fmt: Format, value: jax.Array) -> jax.Array:
-    """The stored elements closest to float values; what lies outside the range takes its end."""
+    """The stored elements closest to float values. Values outside the range are clipped."""
     if fmt.name == "nf4":
         middles = jnp.asarray((NF4[1:] + NF4[:-1]) / 2, value.dtype)
         return jnp.searchsorted(middles, value, method="compare_all").astype(fmt.storage)
@@ -98,7 +99,7 @@ def to_codes(fmt: Format, q: jax.Array) -> jax.Array:
 
 
 def from_codes(fmt: Format, codes: jax.Array) -> jax.Array:
-    """Inverse of `to_codes`."""
+    """The inverse of `to_codes`."""
     if fmt.code_bias:
         return (codes.astype(jnp.int32) - fmt.code_bias).astype(fmt.storage)
     unsigned = jnp.uint4 if fmt.bits == 4 else jnp.uint8

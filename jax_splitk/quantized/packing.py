@@ -1,9 +1,9 @@
 """The order in which the kernels read a quantized weight, and its inverse.
 
-One layout serves every kernel, for any number of activation rows. A weight [k, features] is cut into tiles of 64
-features (rows of the product's A operand) by 64 k, each contiguous. Inside, 32 lanes hold four blocks of 16 rows as the
-tensor cores take A from registers (PTX ISA, mma.m16n8k16 and wgmma.m64nNk16, 16-bit types): lane 4g + t holds rows g
-and g + 8 and, of each 16 k, the four 2t, 2t + 1, 2t + 8, 2t + 9, in 32-bit registers of two neighbouring k.
+One layout serves every kernel, for any number of activation rows. A weight [k, features] is cut into contiguous tiles
+of 64 features (rows of the product's A operand) by 64 k. In a tile, 32 lanes hold four blocks of 16 rows as the tensor
+cores take A from registers (PTX ISA, mma.m16n8k16 and wgmma.m64nNk16, 16-bit types): lane 4g + t holds rows g and g + 8
+and, of each 16 k, the four 2t, 2t + 1, 2t + 8, 2t + 9, in 32-bit registers of two neighbouring k.
 
 4-bit: one 16-byte load a lane; its word j holds the 16 k from 16j on. The two elements of a register are 16 bits apart,
 so `(w >> 4i) & 0x000f000f | 0x43004300` is register i as bfloat16 128 + code (Kim et al., arXiv:2211.10017). For fp16
@@ -34,8 +34,8 @@ LAYOUT_VERSION = 1
 _Shape3 = tuple[int, int, int]
 TILE = 64
 
-# How the two dimensions of a tile split, k first, then features, and the order of the parts in memory. The last parts
-# (as many as make 8 nibbles or 4 bytes) lie in one word, from its low bits up (the last part the fastest).
+# How the two dimensions of a tile split, k first, then features, and the order of the parts in memory. The last parts,
+# which make 8 nibbles or 4 bytes, lie in one word, from its low bits up; the last part varies fastest.
 #   k = 32 kh + 16 kj + 8 octet + 2 t + e;  feature = 16 block + 8 half + g
 _SPLIT_K, _SPLIT_FEATURES = (2, 2, 2, 4, 2), (4, 2, 8)
 _KT, _KH, _KJ, _OCTET, _T, _E, _MT, _BLOCK, _HALF, _G = range(10)
@@ -54,13 +54,13 @@ _ORDER = {
 class PackedWeight(Weight):
     """A quantized weight [k, features] whose bytes are in the order that the kernels read; `prepack` makes it.
 
-    It is a pytree. Under vmap or scan the leaves have leading dimensions and `shape` is that of one weight. The leaves
-    may be sharded: along their first dimension, features are divided, along the second, k (scales of a weight quantized
-    per channel have none). Inside shard_map `shape` stays that of all devices' parts together.
+    It is a pytree. Under vmap or scan the leaves have leading dimensions, and `shape` is the shape of one weight. The
+    leaves may be sharded. Their first dimension divides the features, their second divides k (per-channel scales have
+    no k). Inside shard_map `shape` stays the shape of the whole weight.
 
     Attributes:
-      words: uint32 [tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or
-        [..., 1024] of four 8-bit codes. Codes are the elements' bits, int4 as q + 8. Padding has the code of 0.
+      words: uint32 [tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or [...,
+        1024] of four 8-bit codes. Codes are the elements' bits, int4 as q + 8. Padding has the code of 0.
       scale: [tiles of features, groups, 64]; the 64 features of a tile in the order 16 block + 2 g + half for feature
         16 block + 8 half + g, so that rows g and g + 8 are neighbours. Padding has scale 0.
       zero_point: None, or in the same order, of scale's dtype if the zero points were integers.
@@ -108,15 +108,14 @@ class PackedWeight(Weight):
 def prepack(q: Any) -> PackedWeight:
     """Puts a quantized weight into the order that the kernels read, once, before it is used many times.
 
-    Runs under jit on any platform; `jax.vmap(prepack)` packs a batch. k and features that are no multiples of 64 are
-    padded inside.
+    Runs under jit on any platform; `jax.vmap(prepack)` packs a batch. k and features are padded to multiples of 64
+    inside.
 
     Args:
-      q: a QuantizedArray (or qwix QArray, AQT QTensor) [k, features] with groups of 32, 64 or 128 along axis 0, or
-        per channel. Scales that serve several features are repeated for each.
+      q: a QuantizedArray (or qwix QArray, AQT QTensor) [k, features] with groups of 32, 64 or 128 along axis 0, or per
+        channel. Scales that several features share are repeated for each feature.
 
-    Raises:
-      TypeError, ValueError: parts of `q` that do not belong together; a rank other than 2; other groups.
+    Raises: TypeError, ValueError: parts of `q` that do not fit together; a rank other than 2; other groups.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)
@@ -129,7 +128,7 @@ def prepack(q: Any) -> PackedWeight:
     k = spread.shape[0]
     along = given.group_size // spread.group_size
     along_k = f"{', '.join(map(str, sorted({*GROUP_SIZES, k})))} along axis 0"
-    # As `quantize(..., axis=1)` makes it.
+    # `quantize(..., axis=1)` makes such scales.
     other = "; quantize with axis=0, the axis that a product x @ w contracts" if along > 1 else ""
     require(
         spread.group_size in (*GROUP_SIZES, k),
@@ -163,14 +162,13 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
     """Turns a packed weight back into a `QuantizedArray`: the exact inverse of `prepack`.
 
     Args:
-      packed: what `prepack` made.
+      packed: a result of `prepack`.
 
     Returns:
       The same elements and zero points, and a scale for each feature and group.
 
-    Raises:
-      TypeError, ValueError: no PackedWeight, or one whose leaves do not belong together, also for zero points, changed
-        since they were packed, that their former dtype does not hold (not seen under jit).
+    Raises: TypeError, ValueError: `packed` is not a PackedWeight, its leaves do not fit together, or its zero points
+      were changed to values outside their former dtype (not checked under jit).
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64)
@@ -205,7 +203,7 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
 def per_feature(q: Any) -> QuantizedArray:
     """A quantized weight [k, features] whose scales (and zero points) are [groups, features].
 
-    Raises ValueError for another rank, for no k and for what `as_quantized` refuses.
+    Raises ValueError for another rank, for k of 0, and for weights that `as_quantized` refuses.
     """
     return _spread(as_quantized(q))
 
@@ -223,8 +221,8 @@ def _spread(q: QuantizedArray) -> QuantizedArray:
 
 
 def checked(packed: PackedWeight) -> PackedWeight:
-    """`packed`, if it is one whose leaves have their dtypes (else TypeError) and belong to its static part (else
-    ValueError). Inside shard_map, where leaves may be a device's, with the static part of these."""
+    """`packed`, if its leaves have the right dtypes (else TypeError) and fit its static part (else ValueError). Inside
+    shard_map the leaves may be one device's part; the result's static part then describes that part."""
     require(isinstance(packed, PackedWeight), f"packed of type {type(packed).__name__}", "PackedWeight", TypeError)
     packed = _of_device(packed) if _compat.is_inside_shard_map() else packed
     layout, (k, _) = packed.layout, packed.shape
@@ -253,7 +251,8 @@ def checked(packed: PackedWeight) -> PackedWeight:
 
 
 def _of_device(packed: PackedWeight) -> PackedWeight:
-    """The weight whose shape is that of its leaves, if they are an equal part of the tiles; else as it is."""
+    """The weight with the shape of its leaves, if they are an equal part of the whole weight's tiles; else
+    unchanged."""
     (k, features), (feature_tiles, k_tiles, *_) = packed.shape, packed.words.shape
     if (k_tiles, feature_tiles) == (tiles(k), tiles(features)):
         return packed
@@ -268,13 +267,13 @@ def _of_device(packed: PackedWeight) -> PackedWeight:
 
 
 def tiles(size: int) -> int:
-    """Tiles of 64 that hold so many features or k."""
+    """The number of tiles of 64 that hold `size` features or k."""
     return -(-size // TILE)
 
 
 def cuts(shape: tuple[int, int], group_size: int) -> tuple[int, int]:
-    """Into how many equal parts (k, features) of a packed weight can be cut at the bounds of tiles and groups: 1 for
-    what is padded."""
+    """The largest numbers of equal parts into which k and features of a packed weight can be cut at bounds of tiles and
+    groups; 1 for a padded dimension."""
     k, features = shape
     unit = TILE if group_size == k else math.lcm(TILE, group_size)
     return (1 if k % unit else k // unit), (1 if features % TILE else features // TILE)
@@ -304,7 +303,7 @@ def pack_codes(fmt: Format, codes: jax.Array) -> jax.Array:
 
 
 def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Inverse of `pack_codes`."""
+    """The inverse of `pack_codes`."""
     k, features = shape
     mt, kt, _ = words.shape
     codes = (words[..., None] >> _shifts(fmt)) & jnp.uint32(2**fmt.bits - 1)
@@ -314,8 +313,8 @@ def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.A
 
 
 def pack_groups(x: Any, k: int, group_size: int) -> Any:
-    """Scales or zero points [groups, features] to [tiles of features, padded groups, 64]; its inverse's adjoint.
-    Of JAX's arrays or NumPy's."""
+    """Scales or zero points [groups, features] to [tiles of features, padded groups, 64], for arrays of JAX or NumPy.
+    It is the adjoint of its inverse."""
     groups, features = x.shape
     mt, padded = tiles(features), packed_groups(k, group_size)
     pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
@@ -324,7 +323,7 @@ def pack_groups(x: Any, k: int, group_size: int) -> Any:
 
 
 def unpack_groups(x: jax.Array, groups: int, features: int) -> jax.Array:
-    """Inverse of `pack_groups`."""
+    """The inverse of `pack_groups`."""
     mt, padded, _ = x.shape
     block, half, g = _SPLIT_FEATURES
     x = x.reshape(mt, padded, block, g, half).transpose(1, 0, 2, 4, 3).reshape(padded, mt * TILE)
@@ -332,5 +331,5 @@ def unpack_groups(x: jax.Array, groups: int, features: int) -> jax.Array:
 
 
 def _shifts(fmt: Format) -> jax.Array:
-    """Of a word's codes, along the last of four axes."""
+    """The shifts of a word's codes, along the last of four axes."""
     return jnp.arange(0, 32, fmt.bits, dtype=jnp.uint32).reshape(1, 1, 1, -1)

@@ -1,1 +1,1 @@
-"""How it runs: plans, compilation, files, targets, custom calls."""
+"""Running a kernel: plans, compilation, files, targets, custom calls."""

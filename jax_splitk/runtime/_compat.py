@@ -1,4 +1,4 @@
-"""Where jax's releases differ, and the one place that may look behind its public API."""
+"""Differences between jax's releases. Only this module may look behind jax's public API."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ def aval_vma(aval: Any) -> frozenset[str]:
 
 
 def like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A type of another shape and dtype that varies over the same mesh axes and is not sharded by type."""
+    """A type with this shape and dtype that varies over the same mesh axes as `aval` and has no sharding of its own."""
     sharding = aval.sharding
     if not sharding.mesh.empty:
         spec = jax.sharding.PartitionSpec(*[None] * len(shape))
@@ -32,7 +32,7 @@ def like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
-    """A type's sharding where a mesh has explicit axes, else None."""
+    """A type's sharding if the mesh has explicit axes, else None."""
     mesh = aval.sharding.mesh
     explicit = not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types
     return aval.sharding if explicit else None
@@ -47,7 +47,8 @@ def over_auto_axes(function: Callable[..., jax.Array], sharding: Any) -> Callabl
 
 
 def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
-    """The sharding of a result with a mapped axis in dimension `dim`, from that of one without; None stays None.
+    """The sharding of a result with a mapped axis in dimension `dim`, from the sharding of the result without that
+    axis; None stays None.
 
     `axis` is what JAX says of the axis to a batching rule: it may be sharded over explicit mesh axes.
     """
@@ -63,18 +64,18 @@ def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
 
 
 def placed_like(x: jax.Array, aval: Any) -> jax.Array:
-    """`x`, resharded as the type says where a mesh has explicit axes."""
+    """`x`, resharded to the sharding of the type if the mesh has explicit axes."""
     wanted, found = explicit_sharding(aval), explicit_sharding(jax.typeof(x))
     return x if wanted is None or wanted == found else jax.sharding.reshard(x, wanted)
 
 
 def is_saveable(answer: Any) -> bool:
-    """What a policy of `jax.checkpoint` says, which is a bool or one of JAX's own types."""
+    """The answer of a `jax.checkpoint` policy: a bool or one of JAX's own types."""
     return answer is True or type(answer).__name__ == "SaveableType"
 
 
 def offload_spaces(answer: Any) -> tuple[Any, Any] | None:
-    """The memory spaces (of the result, and to offload it to) where a policy of `jax.checkpoint` offloads; else None.
+    """The result's memory space and the one to offload it to, if a `jax.checkpoint` policy offloads; else None.
 
     The policy's answer has JAX's private type `Offloadable`, with the names of memory kinds.
     """
@@ -110,22 +111,22 @@ def is_automatically_partitioned(ctx: Any) -> bool:
 
 
 def device_count(ctx: Any) -> int:
-    """Of the program that is lowered."""
+    """How many devices run the program that is being lowered."""
     axis_context = getattr(ctx.module_context, "axis_context", None)
     devices = getattr(axis_context, "num_devices", None)
     return devices if devices is not None else getattr(getattr(axis_context, "mesh", None), "size", 1)
 
 
 def is_inside_shard_map() -> bool:
-    """Whether what is traced is each device's own along an axis at least."""
+    """Whether the current trace is inside a shard_map that is manual over at least one mesh axis."""
     return jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def automatic_mesh(ctx: Any) -> Any:
     """The abstract mesh over whose axes the code lowered in this context is partitioned.
 
-    None where the program names no mesh, and inside a shard_map over some of a mesh's axes: custom partitioning is not
-    for that.
+    None if the program names no mesh, and inside a shard_map over only some axes of a mesh, which custom partitioning
+    does not support.
     """
     devices = getattr(getattr(ctx.module_context, "axis_context", None), "num_devices", 0)
     meshes = [aval.sharding.mesh for aval in ctx.avals_in] + [jax.sharding.get_abstract_mesh()]
@@ -134,7 +135,7 @@ def automatic_mesh(ctx: Any) -> Any:
 
 
 def _mesh_of_module(ctx: Any) -> Any:
-    """The first mesh that what is lowered so far names: that of jit's `in_shardings` is in no operand's type."""
+    """The first mesh in the module lowered so far. The mesh of jit's `in_shardings` is in no operand's type."""
     for sharding in _shardings(ctx.module_context.module.operation):
         axes = [sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(sdy.TensorShardingAttr(sharding).mesh_or_ref).axes]
         return jax.sharding.AbstractMesh(tuple(axis.size for axis in axes), tuple(axis.name for axis in axes))
@@ -142,7 +143,7 @@ def _mesh_of_module(ctx: Any) -> Any:
 
 
 def _shardings(operation: Any) -> Iterator[Any]:
-    """Of a function's arguments and of constraints, inside an operation."""
+    """The sharding attributes of a function's arguments and of constraints inside an operation."""
     attributes = operation.attributes
     for of_argument in attributes["arg_attrs"] if "arg_attrs" in attributes else ():  # noqa: SIM401 (it has no get)
         if "sdy.sharding" in of_argument:
@@ -156,8 +157,8 @@ def _shardings(operation: Any) -> Iterator[Any]:
 
 
 def with_mesh(ctx: Any, mesh: Any) -> Any:
-    """The context in which `custom_partitioning` can be lowered: it wants devices, but counts them only, and a program
-    may be lowered for more than there are here."""
+    """A context in which `custom_partitioning` can be lowered. It asks for devices only to count them, and a program
+    may be lowered for more devices than this machine has."""
     devices = tuple(itertools.islice(itertools.cycle(jax.devices()), mesh.size))
     axis_context = ctx.module_context.axis_context
     axis_context = dataclasses.replace(axis_context, device_assignment=devices, abstract_mesh=mesh)
@@ -172,7 +173,7 @@ def sharding_rule(rule: SdyShardingRule, op: Any) -> Any:
 
 
 def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.PartitionSpec:
-    """A sharding of XLA's partitioner in the mesh's axes; replicated where they are not whole ones."""
+    """A sharding of XLA's partitioner in terms of the mesh's axes; replicated if it divides an axis."""
     from jax._src.sharding_impls import parse_flatten_op_sharding  # noqa: PLC0415
 
     try:
@@ -183,23 +184,23 @@ def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.P
 
 
 def named(ctx: Any, name: str) -> Any:
-    """The lowering context of operations inside of the one that is lowered, which have `name` in their names."""
+    """The lowering context of operations inside the one that is being lowered; `name` becomes a part of their names."""
     return ctx.replace(name_stack=ctx.name_stack.extend(name))
 
 
 def location(ctx: Any, name: str) -> Any:
-    """The context in which operations of MLIR are called `name`: HLO's `op_name` ends in it, and begins with where JAX
-    puts what is lowered here."""
+    """A context in which MLIR operations are called `name`: HLO's `op_name` ends in it, after the scopes that JAX puts
+    there."""
     return mlir.ir.Location.name(str(ctx.name_stack.extend(name)))
 
 
 def is_known(*sizes: Any) -> bool:
-    """Whether none is a symbolic dimension of jax.export."""
+    """Whether no size is a symbolic dimension of jax.export."""
     return all(isinstance(size, int | np.integer) for size in sizes)
 
 
 def static_or_symbolic(size: Any) -> Any:
-    """A plain int, or a symbolic dimension as it is."""
+    """The size as a plain int; a symbolic dimension unchanged."""
     return int(size) if isinstance(size, int | np.integer) else size
 
 
@@ -211,9 +212,8 @@ def is_export(ctx: Any) -> bool:
 
 @contextlib.contextmanager
 def watching_programs(tell: Callable[[core.Jaxpr], None]) -> Iterator[None]:
-    """Calls `tell` with each program that is lowered while the block runs, by jit or outside of it, before that.
-
-    JAX shows what it lowers to those only who lower it.
+    """Calls `tell` with each program that JAX lowers while the block runs, inside or outside of jit, before it is
+    lowered. JAX has no public hook for this.
     """
     from jax._src.interpreters import mlir  # noqa: PLC0415
 
@@ -231,8 +231,8 @@ def watching_programs(tell: Callable[[core.Jaxpr], None]) -> Iterator[None]:
 
 
 def backends_are_started() -> bool:
-    """Whether it is settled which devices there are: to ask for them would start the backends, which takes memory and
-    must not happen before `jax.distributed.initialize`."""
+    """Whether JAX's backends have started. Asking for the devices would start them, which takes memory and must not
+    happen before `jax.distributed.initialize`."""
     from jax._src import xla_bridge  # noqa: PLC0415
 
     return bool(xla_bridge.backends_are_initialized())
@@ -251,14 +251,13 @@ def distributed() -> tuple[Any, int, int]:
 
 
 def profiled(work: Callable[[], object], options: Any) -> Any:
-    """JAX's profile (a `jax.profiler.ProfileData`) of what runs during `work`, without a file.
+    """JAX's profile (a `jax.profiler.ProfileData`) of everything that runs during `work`, without a file.
 
-    Since jax 0.12 there is a session for that. Before, the public `stop_trace` writes two files, one of them compressed
-    JSON, which takes longer than to take the profile; the session inside of it gives the bytes.
+    jax 0.12 and later have a public session for this. In earlier versions the public `stop_trace` writes two files,
+    which takes longer than the profile itself; the private session inside it returns the bytes.
 
     Raises:
-      RuntimeError: a profile is being taken already.
-    """
+      RuntimeError: another profile is being taken."""
     if hasattr(jax.profiler, "ProfileSession"):
         session: Any = jax.profiler.ProfileSession(profiler_options=options)  # pyright: ignore
         with session:

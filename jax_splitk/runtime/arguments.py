@@ -1,4 +1,4 @@
-"""Arguments of the public functions: what they must be, in errors that name them and their values."""
+"""Checks of the public functions' arguments. Their errors name the argument, its value and the accepted values."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 
 class Refusal(Exception):
-    """An argument that an operation of this package does not take. Other functions, as lax's, may take it."""
+    """An argument that an operation of this package does not take. Other functions, such as lax's, may take it."""
 
 
 class RefusedValue(Refusal, ValueError):
@@ -39,24 +39,24 @@ def dtype_of(name: str, value: Any, accepted: Sequence[str] | None = None) -> np
 
 
 def require(valid: bool, given: str, accepted: str, error: type[Exception] = RefusedValue) -> None:
-    """Raises `error`, which says what was given and what is accepted, unless `valid`."""
+    """Raises `error`, with the given value and the accepted ones, unless `valid`."""
     if not valid:
         raise error(f"{given}; accepted: {accepted}")
 
 
 def quoted(names: Iterable[str]) -> str:
-    """'one', 'other'"""
+    """The words in quotes: 'one', 'other'."""
     return ", ".join(map(repr, names))
 
 
 def wider(one: DTypeLike, other: DTypeLike) -> np.dtype:
-    """The dtype that holds both, also where the user has JAX refuse implicit promotion."""
+    """The dtype that holds both, even if the user makes JAX refuse implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(one, other)
 
 
 def integer(value: Any) -> int | None:
-    """`value` as an int; None for what is no integer, also for 2.0 and "2"."""
+    """`value` as an int; None if it is not an integer, such as 2.0 or "2"."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,9 +1,9 @@
-"""Device source to sm_90a machine code by NVRTC, each source once: results are kept in memory and on disk by content.
+"""Compiles device source to sm_90a machine code with NVRTC. Results are kept in memory and on disk by content.
 
-What identifies a compilation is its text, options and the versions of the compiler and header packages, never a path.
-The files are read and written as `disk.mode` says, by whoever asks for the machine code: what is compiled ahead leaves
-no trace until then. A file's name has text and options apart from the versions, so that a machine without a compiler
-finds what others compiled.
+The source text, the options and the versions of the compiler and header packages identify a compilation, never a path.
+Files are read and written as `disk.mode` says, when a caller asks for the machine code. So kernels that are compiled
+ahead are not stored until then. A file's name hashes text and options separately from the versions, so that a machine
+without a compiler finds kernels from other machines.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from jax_splitk.runtime.worker import compile_in_worker
 logger = logging.getLogger("jax_splitk")
 
 _FILE_MAGIC = b"jax_splitk cubin 5\n"
-# What the file of an earlier version is called.
+# File names of earlier versions.
 _OLD_FILES = f"cubin/{'[0-9a-f]' * 64}.cubin"
 
 
@@ -66,8 +66,7 @@ class Kernel:
         return self.key.partition("-")[0]
 
 
-# Of the process, whatever its session tunes: machine code depends on nothing but its source, and there is a worker
-# for each core.
+# One pool for the whole process, with a worker for each core: machine code depends on nothing but its source.
 _memory: dict[str, Compiled] = {}
 _in_flight: dict[str, threading.Lock] = {}
 pool = Pool()  # compilations
@@ -76,7 +75,7 @@ _WATCH_SECONDS = 0.2
 
 
 def compile_source(source: Source) -> Compiled:
-    """Machine code for `source`: from memory, from disk, from a worker that is at it, or compiled now.
+    """Machine code for `source`: from memory, from disk, from a worker that is compiling it, or compiled now.
 
     Raises:
       CompilerUnavailable: NVRTC or its headers are missing.
@@ -90,8 +89,8 @@ def compile_source(source: Source) -> Compiled:
 
 
 def compile_sources(sources: Iterable[Source], given_up: threading.Event | None = None) -> list[Compiled]:
-    """`compile_source` of many, those that have to be compiled in parallel processes, one for each core. A program that
-    can start none (`worker.available`) compiles them itself, one after the other.
+    """`compile_source` for many sources. Parallel processes, one for each core, compile those that no cache has. A
+    program that cannot start processes (`worker.available`) compiles the sources itself, one after the other.
 
     Args:
       sources: in any order, repeats allowed.
@@ -100,7 +99,7 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
     sources = list(sources)
     wanted = {source_key(source): source for source in sources}
     missing = {key: source for key, source in wanted.items() if key not in _memory and not _is_stored(source)}
-    # A single one is as soon compiled here, unless a worker is at it.
+    # Compiling a single source here is as fast, unless a worker has already started it.
     futures = {_submit(key, source, urgent=True) for key, source in missing.items()} if len(missing) > 1 else set()
     running = {future for future in futures if future is not None}
     try:
@@ -118,8 +117,8 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
 
 
 def compile_ahead(sources: Iterable[Source]) -> None:
-    """Begins to compile what will be asked for, in the background, and returns at once. Whoever asks for it waits for
-    its worker, or compiles it where none is at it yet, and is told what is wrong with it."""
+    """Begins to compile sources in the background, and returns at once. A later `compile_source` waits for the worker,
+    or compiles the source itself if no worker has started it. It also raises the errors."""
     for key, source in {source_key(source): source for source in sources}.items():
         if key not in _memory and not _in_flight.setdefault(key, threading.Lock()).locked() and not _is_stored(source):
             _submit(key, source, urgent=False)
@@ -127,12 +126,12 @@ def compile_ahead(sources: Iterable[Source]) -> None:
 
 def _submit(key: str, source: Source, *, urgent: bool) -> Any:
     if not worker.available():
-        return None  # threads would compile one after the other, too, and not end with the interpreter
+        return None  # threads would compile one after the other, too, and would not end with the interpreter
     return pool.submit(key, functools.partial(_machine_code, source, in_worker=True), urgent=urgent)
 
 
 def _start_anew() -> None:
-    """In a forked process, which has none of the threads."""
+    """Replaces the pool in a forked process, which has none of its threads."""
     pool.__init__()
     _in_flight.clear()
 
@@ -144,8 +143,8 @@ atexit.register(pool.close)
 def held(source: Source) -> Compiled | None:
     """Machine code for `source` if this process or a cache has it; nothing is compiled.
 
-    A cache's is this machine's compiler's. Where there is none, or nothing may be written (`disk.mode`), another
-    version's serves as well: the newest.
+    A cached kernel must come from this machine's compiler version. If there is no compiler, or nothing may be written
+    (`disk.mode`), the newest version's kernel serves.
     """
     key = source_key(source)
     with _in_flight.setdefault(key, threading.Lock()):
@@ -155,7 +154,7 @@ def held(source: Source) -> Compiled | None:
 
 
 def _found(source: Source) -> Compiled | None:
-    """`held`, by a cache."""
+    """`held`, from a cache."""
     has_compiler = toolchain.unavailable() is None
     found = _load(content_key(source)) if has_compiler else None
     if found is None and (not has_compiler or disk.mode() != "update"):
@@ -169,12 +168,12 @@ def content_key(source: Source) -> str:
 
 
 def source_key(source: Source) -> str:
-    """Identity of what is compiled: text and options."""
+    """Identity of a source: text and options."""
     return _digest((origin(source.file), source.structs, source.options()))
 
 
 def origin(file: str) -> str:
-    """Identity of what a source file's compilations have in common: its text but for the structs."""
+    """Identity that all compilations of a source file share: its text without the structs."""
     return _digest((Source(file, ()).text(),))
 
 
@@ -184,7 +183,7 @@ def _digest(identity: tuple[Any, ...]) -> str:
 
 
 def compile_anew(source: Source) -> Compiled:
-    """`compile_source` without looking for, or keeping, what is compiled."""
+    """`compile_source` without any cache."""
     try:
         found = _machine_code(source, in_worker=True)
     except worker.NoWorker:
@@ -193,13 +192,14 @@ def compile_anew(source: Source) -> Compiled:
 
 
 def store(folder: pathlib.Path, source: Source, compiled: Compiled) -> bool:
-    """Writes what this machine's compiler made of a source into a cache folder; False, with a warning, if it cannot."""
+    """Writes this machine's compilation of a source into a cache folder. Returns False, with a warning, if it
+    cannot."""
     key = content_key(source)
     return disk.write(folder / _file(key), _pack(key, toolchain.identity(), source, compiled))
 
 
 def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str]:
-    """(machine code or None where it does not compile, log)."""
+    """(machine code, or None if the source does not compile; log)."""
     nvrtc = toolchain.find_nvrtc()
     options = [*source.options(), *(f"--include-path={folder}" for folder in toolchain.include_folders())]
     if in_worker:
@@ -208,7 +208,7 @@ def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str
 
 
 def _kept(source: Source, found: tuple[bytes | None, str]) -> Compiled:
-    """What was found, also on disk; CompilationError where it is no machine code."""
+    """Keeps a compilation's result in memory and on disk. Raises CompilationError if it has no machine code."""
     compiled = _compiled(source, found)
     folder = disk.cache_dir()
     if folder is not None and disk.mode() == "update":
@@ -228,7 +228,7 @@ def _compiled(source: Source, found: tuple[bytes | None, str]) -> Compiled:
 
 
 def _file(key: str) -> str:
-    """Relative to a cache folder."""
+    """A kernel file's path relative to a cache folder."""
     return f"cubin/{key}.cubin"
 
 
@@ -237,7 +237,7 @@ def _folders() -> list[pathlib.Path]:
 
 
 def _is_stored(source: Source) -> bool:
-    """Whether there is a file for `_found`, which may be damaged."""
+    """Whether a cache has a file for `_found`. The file may be damaged."""
     names = [_file(content_key(source))] if toolchain.unavailable() is None else []
     if not names or disk.mode() != "update":
         names.append(_file(f"{source_key(source)}-*"))
@@ -254,7 +254,8 @@ def _load(key: str) -> Compiled | None:
 
 
 def _load_any(key: str) -> Compiled | None:
-    """The machine code of a `source_key` by the newest compiler; where several are equal, by precedence."""
+    """The machine code of a `source_key` from the newest compiler version; among equal versions, from the first
+    cache."""
     paths = [(folder, path) for folder in _folders() for path in disk.files(folder, _file(f"{key}-*"))]
     kernels = [kernel for folder, path in paths if (kernel := _read(folder, path)) is not None]
     newest = max(kernels, key=lambda kernel: _version(kernel.compiler), default=None)
@@ -265,12 +266,12 @@ def _load_any(key: str) -> Compiled | None:
 
 
 def _version(compiler: str) -> list[int]:
-    """For comparisons."""
+    """The numbers of a version, which can be compared."""
     return [int(number) for number in re.findall(r"\d{1,9}", compiler)]
 
 
 def _read(folder: pathlib.Path, path: pathlib.Path) -> Kernel | None:
-    """The kernel in a file of a cache folder; None, with one warning if there is a file, where it cannot be used."""
+    """The kernel in a file of a cache folder; None if it cannot be used, with one warning if the file exists."""
     if not os.path.lexists(path):
         return None
     if (refusal := disk.code_refusal(folder)) is not None:
@@ -290,7 +291,7 @@ def _say_old(folder: pathlib.Path) -> None:
 
 
 def is_old(path: pathlib.Path) -> bool:
-    """Whether a kernel's file is called as an earlier version would."""
+    """Whether a kernel's file has a name of an earlier version."""
     return "-" not in path.stem
 
 
@@ -301,7 +302,7 @@ def cached(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, Kernel | None]]
 
 
 def _of(path: pathlib.Path, data: bytes) -> Kernel | None:
-    """The kernel in the data of a file, if it is the one that the file is called by."""
+    """The kernel in the data of a file, if it matches the file's name."""
     kernel = _unpack(data)
     return kernel if kernel is not None and kernel.key == path.stem else None
 
@@ -315,7 +316,7 @@ def _pack(key: str, compiler: str, source: Source, compiled: Compiled) -> bytes:
 
 
 def _unpack(data: bytes) -> Kernel | None:
-    """None for anything that `_pack` did not write whole."""
+    """None if the data is not a complete output of `_pack`."""
     magic, rest = data[: len(_FILE_MAGIC)], data[len(_FILE_MAGIC) :]
     if magic != _FILE_MAGIC or hashlib.sha256(rest[32:]).digest() != rest[:32]:
         return None

@@ -1,4 +1,4 @@
-"""Functions that are one computation wherever they are called."""
+"""Functions that JAX runs as one computation, also outside of jit."""
 
 import functools
 from collections.abc import Callable
@@ -12,8 +12,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def one_computation(*static: int) -> Callable[[_Function], _Function]:
     """`jax.jit` with these arguments static, also under `jax.disable_jit`.
 
-    JAX's debugging flags then see operands and results, as of any operation of lax, and none of the constants inside:
-    a NaN that marks what is not finite, an infinity, a table.
+    So JAX's debugging flags see only operands and results, as for any operation of lax. They do not see constants
+    inside the function, such as an infinity or a NaN.
     """
 
     def decorated(function: _Function) -> _Function:

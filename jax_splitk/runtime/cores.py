@@ -1,4 +1,4 @@
-"""How many cores this process may use, which are fewer than the machine's in a container or under `taskset`."""
+"""How many cores this process may use: in a container or under `taskset`, fewer than the machine has."""
 
 import contextlib
 import math
@@ -10,12 +10,12 @@ _V1 = tuple(pathlib.Path("/sys/fs/cgroup/cpu", f"cpu.cfs_{name}_us") for name in
 
 
 def granted_cores() -> int:
-    """By the process's affinity."""
+    """The cores that the process's affinity allows."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores() -> int:
-    """By the process's affinity, and by its container's share of time."""
+    """The cores that the process's affinity and its container's share of time allow."""
     cores = granted_cores()
     for files in ((_V2,), _V1):
         with contextlib.suppress(OSError, ValueError):  # no such limit: no such file, or "max" or -1 in it

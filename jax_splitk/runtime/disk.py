@@ -17,7 +17,7 @@ from jax_splitk.runtime import settings
 
 logger = logging.getLogger("jax_splitk")
 
-# Of any file: an entry has some kilobytes, a kernel at most a megabyte.
+# Largest file that is read: an entry has some kilobytes, a kernel at most a megabyte.
 MAX_BYTES = 64 * 2**20
 # A write takes milliseconds: a temporary file this old was left by a process that died.
 _ABANDONED_SECONDS = 3600
@@ -30,7 +30,7 @@ def mode() -> str:
     return settings.word("JAX_SPLITK_CACHE_MODE")
 
 
-# Where warnings go that are not given now; None for the log.
+# Collects warnings while `defer_warnings` runs; None: they go to the log.
 _deferred: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("deferred", default=None)
 
 
@@ -49,7 +49,7 @@ def warn_once(text: str) -> None:
 
 @contextlib.contextmanager
 def defer_warnings(to: list[str]) -> Iterator[None]:
-    """Collects what `warn_once` is given while the block runs."""
+    """Collects the messages that `warn_once` gets while the block runs, and logs none of them."""
     token = _deferred.set(to)
     try:
         yield
@@ -61,8 +61,8 @@ def defer_warnings(to: list[str]) -> Iterator[None]:
 
 
 def cache_dir() -> pathlib.Path | None:
-    """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder; None where there is no
-    place for one, as for a user without a home. Raises ValueError for what is no local path."""
+    """The writable cache: `JAX_SPLITK_CACHE_DIR`, else `jax_splitk` in the user's cache folder; None if there is no
+    place for it, for example for a user without a home. Raises ValueError for what is no local path."""
     return _cache_dir(*map(os.environ.get, ("JAX_SPLITK_CACHE_DIR", "XDG_CACHE_HOME", "HOME")))
 
 
@@ -70,7 +70,7 @@ def cache_dir() -> pathlib.Path | None:
 def _cache_dir(chosen: str | None, base: str | None, home: str | None) -> pathlib.Path | None:
     if chosen:
         return settings.local_path("JAX_SPLITK_CACHE_DIR", chosen)
-    if base and os.path.isabs(base):  # others are to be ignored, by their specification
+    if base and os.path.isabs(base):  # the specification says to ignore relative paths
         return pathlib.Path(base, "jax_splitk")
     if not home:
         with contextlib.suppress(KeyError):
@@ -91,8 +91,8 @@ def folders() -> list[pathlib.Path]:
 
 
 def files(folder: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:
-    """The paths in a cache folder that match, none of them through a link; none where it may not be entered."""
-    if os.path.isdir(folder):  # a pathlib.Path raises what os.path takes for no
+    """The paths in a cache folder that match, without those behind links. Empty if the folder may not be entered."""
+    if os.path.isdir(folder):  # pathlib.Path raises where os.path returns False
         for path in sorted(folder.glob(pattern)):
             between = itertools.takewhile(lambda parent: parent != folder, path.parents)
             if not any(parent.is_symlink() for parent in between):
@@ -100,7 +100,7 @@ def files(folder: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:
 
 
 def abandoned(folder: pathlib.Path, pattern: str = "") -> Iterator[pathlib.Path]:
-    """Temporary files below a folder that dead writers left."""
+    """Temporary files below a folder that writers left behind when they died."""
     for path in files(folder, f"{pattern}.tmp-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS:
@@ -111,11 +111,11 @@ def abandoned(folder: pathlib.Path, pattern: str = "") -> Iterator[pathlib.Path]
 
 
 def read(path: str | pathlib.Path, *, own: bool = False) -> bytes | None:
-    """The content of a regular file of at most `MAX_BYTES`; None, with one warning unless there is no file, for any
-    other and for one that cannot be read.
+    """The content of a regular file of at most `MAX_BYTES`; None for any other file and for one that cannot be read,
+    with one warning if the file exists.
 
     Args:
-      own: what is read is code, so that the file may be neither another user's nor writable by anybody.
+      own: the file holds code, so it must belong to this user or root, and not everybody may write to it.
     """
     try:
         with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -132,7 +132,7 @@ def read(path: str | pathlib.Path, *, own: bool = False) -> bytes | None:
 
 
 def _refusal(status: os.stat_result) -> str | None:
-    """Why a file is not read."""
+    """Why a file is not read; None if it may be."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     return f"it has {status.st_size} bytes; accepted: at most {MAX_BYTES}" if status.st_size > MAX_BYTES else None
@@ -155,8 +155,8 @@ def code_refusal(cache: pathlib.Path) -> str | None:
 
 
 def write(path: pathlib.Path, data: bytes) -> bool:
-    """Writes atomically (temporary file, then rename), so that readers see all of it or nothing, and deletes what dead
-    writers have left in the folder.
+    """Writes atomically (temporary file, then rename), so that readers see all of it or nothing. Also deletes temporary
+    files that dead writers left in the folder.
 
     A cache that cannot be written is not an error: False, and one line in the log.
     """
@@ -164,7 +164,7 @@ def write(path: pathlib.Path, data: bytes) -> bool:
         above = itertools.takewhile(lambda parent: not os.path.exists(parent), path.parents)
         for parent in reversed(list(above)):
             parent.mkdir(mode=0o775, exist_ok=True)  # else its code would not be used
-        # Not mkstemp, whose files are for their owner alone: a cache may be shared, as the umask says.
+        # Not mkstemp, whose files only their owner may read: the umask decides whether a cache is shared.
         temporary = path.parent / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
         try:

@@ -1,4 +1,4 @@
-"""The custom call on arrays: what lowering emits and what the tuner times."""
+"""Runs a custom call on arrays: lowering emits it, and the tuner times it."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jax_splitk.runtime.plan import CustomCall
 
 
 class Result(Protocol):
-    """A problem, as far as its result's type goes."""
+    """The part of a problem that determines its result's type."""
 
     @property
     def out_shape(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ _custom_call_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """The parameter of the primitive: it is equal to itself alone."""
+    """The parameter of the primitive. It is equal only to itself, so that nothing compares or hashes machine code."""
 
     custom_call: CustomCall
     results: Sequence[Any]
@@ -49,7 +49,7 @@ def call(custom_call: CustomCall, problem: Result, *operands: jax.Array) -> jax.
 
 
 def lower(ctx: Any, custom_call: CustomCall, problem: Result, operands: Sequence[Any]) -> list[Any]:
-    """What `call` lowers to, without tracing it first, which would take as long as the rest of the lowering."""
+    """Lowers `call` without tracing it first, which would take as long as the rest of the lowering."""
     if custom_call.in_float32:
         return list(mlir.lower_fun(functools.partial(call, custom_call, problem), False)(ctx, *operands))
     results = _results(custom_call, problem, ctx.avals_in[0])

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of itself and of the machine's GPUs, by NVML, which comes with it; starts no CUDA."""
+"""What NVIDIA's driver reports about itself and the machine's GPUs through NVML, its library. Does not start CUDA."""
 
 import ctypes
 import dataclasses
@@ -18,7 +18,7 @@ class _Memory(ctypes.Structure):
 
 
 def driver() -> tuple[str | None, list[Gpu]]:
-    """(the driver's version, the GPUs); None and none where there is no driver, or it does not answer."""
+    """(the driver's version, the GPUs); None and an empty list if there is no driver, or it does not answer."""
     try:
         library = _library()
         if library.nvmlInit_v2() != 0:

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterable
 
 ANSWER = b"jax_splitk compiler\n"
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
+_PR_SET_PDEATHSIG = 1  # option of Linux's prctl: the signal that a process gets when its parent ends
 
 
 class NvrtcError(RuntimeError):
-    """NVRTC cannot be used at all (as opposed to a program that does not compile)."""
+    """NVRTC itself failed (not: the program does not compile)."""
 
 
 class Nvrtc:

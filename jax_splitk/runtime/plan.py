@@ -34,7 +34,7 @@ TARGETS = (LAUNCH_TARGET, HOST_CONV_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TA
 PLAN_MAGIC = 0x4B50534A
 PLAN_VERSION = 2
 
-TF32 = "tfloat32"  # float32 that a load rounds to tf32, to nearest
+TF32 = "tfloat32"  # float32, which a load rounds to tf32, to nearest
 TENSOR_MAP_DTYPES = {"float8_e4m3fn": 0, "float16": 6, "float32": 7, "bfloat16": 9, TF32: 11}  # 0: bytes
 SWIZZLE_128B = 3
 L2_PROMOTION_256B = 3
@@ -63,7 +63,7 @@ class CustomCall:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """What the launcher checks of an operand or result: its exact size and its address's alignment, in bytes."""
+    """An operand or result as the launcher checks it: its exact size and its address's alignment, in bytes."""
 
     bytes: int
     alignment: int
@@ -71,7 +71,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor. Innermost dimension first; strides, of all others, in bytes."""
+    """A TMA descriptor. Sizes, innermost dimension first, and byte strides of all dimensions but the innermost."""
 
     buffer: int
     dtype: str
@@ -85,7 +85,7 @@ class TensorMap:
 
 @dataclasses.dataclass(frozen=True)
 class TiledMap(TensorMap):
-    """A TMA descriptor of a dense box (cuTensorMapEncodeTiled)."""
+    """A TMA descriptor for dense boxes (cuTensorMapEncodeTiled)."""
 
     box: tuple[int, ...]
     swizzle: int = SWIZZLE_128B
@@ -96,7 +96,7 @@ class TiledMap(TensorMap):
 
 @dataclasses.dataclass(frozen=True)
 class Im2colMap(TensorMap):
-    """A TMA descriptor that walks a convolution's windows (cuTensorMapEncodeIm2col).
+    """A TMA descriptor for the windows of a convolution (cuTensorMapEncodeIm2col).
 
     `dims` is (channels, ..., width, height, batch) from the innermost on; `lower` and `upper` are the corners of the
     bounding box of window origins relative to the image, innermost spatial dimension first.
@@ -152,8 +152,8 @@ Param = Pointer | MapParam | Int32Struct
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `programmatic`: it may start before the plan's previous launch has ended (programmatic
-    dependent launch; the kernel itself waits for what it reads)."""
+    """One kernel launch. `programmatic`: the launch may start before the plan's previous launch has ended (programmatic
+    dependent launch; the kernel itself waits for its input)."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -200,7 +200,7 @@ class DevicePlan:
         """Compiles the source (or finds it in the cubin cache) and packs everything into attributes.
 
         The machine code is an array of bytes: MLIR and XLA write arrays in hexadecimal, and read them, faster than
-        strings, and the launcher takes the bytes as they are.
+        strings, and the launcher uses the bytes directly.
         """
         compiled = compiler.compile_source(self.source)
         attributes = {

@@ -1,7 +1,7 @@
-"""Work in the background, in threads that last as long as there is some: each piece once, by its key.
+"""Background work in threads that live only while there is work. Each piece of work runs once for its key. Work that a
+caller waits for comes before work that is done ahead.
 
-What somebody waits for comes before what is done ahead. The threads are daemons, which the interpreter does not wait
-for when it ends.
+The threads are daemons, which the interpreter does not wait for when it ends.
 """
 
 import concurrent.futures
@@ -16,12 +16,12 @@ from jax_splitk.runtime.cores import usable_cores as cores
 _Future = concurrent.futures.Future[Any]
 _Job = tuple[_Future, Callable[[], Any]]
 
-# Work that nobody has asked for yet, results included: what is wanted ahead of that is refused.
+# Most pieces of work, results included, that nobody waits for. Further work ahead of its use is refused.
 MAX_AHEAD = 256
 
 
 class Pool:
-    """At most as many pieces of work at a time as there are cores; safe to use from several threads."""
+    """Runs at most one piece of work for each core at a time. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,8 @@ class Pool:
         return len(self._urgent) + len(self._ahead)
 
     def submit(self, key: Hashable, work: Callable[[], Any], *, urgent: bool = False) -> _Future | None:
-        """The future of `work`, or of what has the same key; None where it is refused. `urgent`: somebody waits."""
+        """The future of `work`, or of earlier work with the same key; None if the pool is full. `urgent`: somebody
+        waits."""
         with self._lock:
             future = self._futures.get(key)
             if future is None:
@@ -50,13 +51,13 @@ class Pool:
             if urgent and key in self._ahead:
                 self._urgent[key] = self._ahead.pop(key)
             self._start()
-            if not self._threads:  # the system grants none
+            if not self._threads:  # the system grants no thread
                 self._drop(key)
         return future
 
     def take(self, key: Hashable) -> Any:
-        """The result of what has begun, for which it waits; None where that failed, and where there is no such work.
-        What has not begun is dropped."""
+        """Waits for the result of work that has begun. None if the work failed or does not exist. Work that has not
+        begun is dropped."""
         with self._lock:
             future = self._futures.get(key)
             self._drop(key)
@@ -70,21 +71,21 @@ class Pool:
                     del self._futures[key]
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Drops what has not begun of these keys."""
+        """Drops the work of these keys that has not begun."""
         with self._lock:
             for key in keys:
                 self._drop(key)
 
     def drop_ahead(self) -> None:
-        """Drops what has not begun, but for what somebody waits for."""
+        """Drops all work that has not begun and that no caller waits for."""
         with self._lock:
             for key in list(self._ahead):
                 self._drop(key)
 
     @contextlib.contextmanager
     def sparing(self, count: int) -> Iterator[None]:
-        """Leaves so many cores free, but for what somebody waits for, while the block runs; where there are several,
-        as many as the most of them."""
+        """Leaves `cores` free while the block runs, except for work that a caller waits for. Of nested or parallel
+        blocks the largest number counts."""
         with self._lock:
             self._spared.append(count)
         try:
@@ -95,7 +96,7 @@ class Pool:
                 self._start()
 
     def close(self) -> None:
-        """Nothing more begins."""
+        """No further work begins."""
         self._closed = True
         self.drop(list(self._futures))
 
@@ -105,23 +106,23 @@ class Pool:
             self._futures.pop(key).cancel()
 
     def _forget_oldest(self) -> None:
-        """Results that nobody has taken, so that there is room for one more."""
+        """Drops the oldest results that nobody has taken, to make room for one more."""
         done = (key for key, future in self._futures.items() if future.done())
         for key in list(itertools.islice(done, max(0, len(self._futures) - MAX_AHEAD + 1))):
             del self._futures[key]
 
     def _room(self) -> int:
-        """Threads that there may be for what is queued."""
+        """How many threads the queued work may use."""
         return cores() if self._urgent else max(1, cores() - max(self._spared, default=0))
 
     def _start(self) -> None:
         for _ in range(self._threads, min(self._room(), self._threads + self.queued)):
-            with contextlib.suppress(RuntimeError):  # the system's limit: those that there are go on
+            with contextlib.suppress(RuntimeError):  # the system's limit: the existing threads go on
                 threading.Thread(target=self._work, name="jax_splitk-compiler", daemon=True).start()
                 self._threads += 1
 
     def _next(self) -> _Job | None:
-        """What a thread does next; None where it ends."""
+        """The next piece of work for a thread; None: the thread ends."""
         with self._lock:
             queue = self._urgent or self._ahead
             if not queue or self._threads > self._room():

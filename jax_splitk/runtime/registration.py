@@ -1,5 +1,5 @@
-"""What happens once, on import of the package: XLA learns of the C++ handlers of jax_splitk._ffi, the user of mistakes
-in the environment."""
+"""Runs once, when the package is imported: registers the C++ handlers of jax_splitk._ffi with XLA, and warns of wrong
+environment variables."""
 
 import functools
 import logging
@@ -19,7 +19,7 @@ from jax_splitk.runtime.plan import (
 
 @functools.cache
 def register() -> None:
-    # A state's type must be known before a handler that uses it. Neither needs a GPU to be present.
+    # Register a state's type before the handlers that use it. No GPU is needed.
     jax.ffi.register_ffi_type("jax_splitk_launch_state_v1", _ffi.launch_state_type(), platform="CUDA")
     jax.ffi.register_ffi_target(LAUNCH_TARGET, _ffi.launch_handlers(), platform="CUDA")
     jax.ffi.register_ffi_target(HOST_CONV_TARGET, _ffi.host_conv_handler(), platform="cpu")

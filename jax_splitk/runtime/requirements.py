@@ -1,4 +1,4 @@
-"""What must be there before the package can be imported: supported versions of jax and jaxlib, and the compiled module,
+"""Checks that importing the package needs: supported versions of jax and jaxlib, and the compiled module,
 `jax_splitk._ffi`. Only the standard library is imported here."""
 
 import hashlib
@@ -21,19 +21,18 @@ def check(version: str) -> None:
     """Makes `jax_splitk._ffi` importable.
 
     Args:
-      version: of this package.
+      version: this package's version.
 
     Raises:
-      ImportError: with the package's name, where something is missing or too old; the message has the command that
-        mends it.
+      ImportError: something is missing or too old. The message has the package's name and the command that installs it.
     """
-    # Building a checkout installs what it needs, too.
+    # Building a checkout installs its requirements, too.
     if (why := unmet_module(version) or unmet_version(version)) is not None:
         raise ImportError(why, name="jax_splitk")
 
 
 def unmet_version(version: str) -> str | None:
-    """Which required packages are missing or too old, and the command that installs them; None where none is."""
+    """Which required packages are missing or too old, and the command that installs them; None if all are there."""
     found = {name: installed(name) for name in OLDEST}
     # A package without metadata (of another build system) cannot be judged.
     wrong = [
@@ -64,10 +63,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def unmet_module(version: str) -> str | None:
-    """Why there is no compiled module, and the command that builds it; None where there is one.
+    """Why the compiled module is missing, and the command that builds it; None if it is there.
 
-    In a checkout the folder `jax_splitk` comes before an installed package, but has no compiled module after
-    `pip install .`. The installed one is then taken, if it was built from the checkout's own C++ sources.
+    In a checkout the folder `jax_splitk` comes before an installed package, but has no compiled module after `pip
+    install .`. Then the installed package's compiled module is used, if it was built from the checkout's own C++
+    sources.
     """
     if importlib.util.find_spec(COMPILED) is not None:
         return None
@@ -91,7 +91,7 @@ def unmet_module(version: str) -> str | None:
         elsewhere = f"the package installed in {pathlib.Path(spec.origin).parent} was built from other sources"
         return f"{here}, and {elsewhere} (version {built[0]}): {build}, or leave this folder to use the installed one"
     sys.modules[COMPILED] = module
-    setattr(sys.modules["jax_splitk"], "_ffi", module)  # noqa: B010 - no attribute that a type checker knows
+    setattr(sys.modules["jax_splitk"], "_ffi", module)  # noqa: B010 - type checkers do not know the attribute
     return None
 
 

@@ -1,4 +1,4 @@
-"""Environment variables: what they may be. They are read when they are needed, and checked as arguments are."""
+"""Environment variables and their accepted values. A variable is read and checked when it is needed."""
 
 import math
 import os
@@ -22,13 +22,13 @@ WORDS = {
     "JAX_SPLITK_COMPILE_AHEAD": ("off", "on"),
     "JAX_SPLITK_PROGRESS": ("auto", "off"),
 }
-# A URL's beginning, which may stand among paths that colons separate.
+# The beginning of a URL, also inside a list of paths that colons separate.
 _URL = re.compile(r"(^|:)([A-Za-z][\w+.-]*://|file:)")
 _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 class SettingError(ValueError):
-    """A variable, or an argument of the command line, that is not accepted."""
+    """A value of a variable or of a command line's argument is not accepted."""
 
 
 def in_force() -> dict[str, str]:
@@ -37,7 +37,8 @@ def in_force() -> dict[str, str]:
 
 
 def word(name: str, default: str = "") -> str:
-    """The variable's value; SettingError for a word that is not accepted. `default`: where it is the platform's."""
+    """The variable's value; The variable's word. Raises SettingError for a word that is not accepted. `default`: used
+    if the variable is unset."""
     chosen, accepted = os.environ.get(name) or _DEFAULTS[name] or default, WORDS[name]
     if chosen not in accepted:
         raise SettingError(f"{name}={chosen!r}; accepted: {', '.join(map(repr, accepted))}")
@@ -50,7 +51,7 @@ def seconds(name: str) -> float:
 
 
 def positive(name: str, text: str, unit: str) -> float:
-    """The number that `text` is; SettingError unless it is above 0."""
+    """`text` as a number; SettingError unless it is above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -61,10 +62,10 @@ def positive(name: str, text: str, unit: str) -> float:
 
 
 def local_path(name: str, text: str) -> pathlib.Path | None:
-    """The path of a folder or file with a leading `~` replaced; None where the process's user has no home.
+    """The path of a folder or file with a leading `~` expanded; None if the process's user has no home.
 
-    `name` is the variable or argument. Raises SettingError for a URL, a variable that no shell has replaced, and a user
-    who is not known: as a path each would be another folder than was meant.
+    `name` is the variable or argument. Raises SettingError for a URL, a `$VARIABLE` that no shell has expanded, and an
+    unknown user: as a path, each would be a wrong folder.
     """
     found = os.path.expanduser(text)
     unknown = re.match(r"~[^/]", found)
@@ -79,12 +80,12 @@ def read_only_caches() -> dict[str, pathlib.Path | None]:
     name = "JAX_SPLITK_CACHE_PATH"
     given = os.environ.get(name, "")
     if _URL.search(given):
-        local_path(name, given)  # before its colons are taken for separators
+        local_path(name, given)  # before colons separate the paths
     return {path: local_path(name, path) for path in given.split(os.pathsep) if path}
 
 
 def mistakes() -> list[str]:
-    """What is wrong with this process's variables; JAX_SPLITK_TEST_... are not looked at."""
+    """The mistakes in this process's variables, except JAX_SPLITK_TEST_... ."""
     ours = [name for name in sorted(os.environ) if name.startswith("JAX_SPLITK_")]
     unknown = [name for name in ours if name not in _DEFAULTS and not name.startswith("JAX_SPLITK_TEST_")]
     found = [f"{name} is not a variable of jax_splitk; accepted: {', '.join(_DEFAULTS)}" for name in unknown]
@@ -100,7 +101,7 @@ def mistakes() -> list[str]:
 
 
 def _wrong_folders() -> Iterator[str]:
-    """What is wrong with the caches' folders."""
+    """The mistakes in the caches' folders."""
     own = os.environ.get("JAX_SPLITK_CACHE_DIR") or "."
     try:
         folder = local_path("JAX_SPLITK_CACHE_DIR", own)

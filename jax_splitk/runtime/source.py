@@ -1,4 +1,4 @@
-"""Device source: a file of `jax_splitk/kernels`, with the headers it includes and what specialises it."""
+"""Device source: a file of `jax_splitk/kernels`, with its headers, macros and structs."""
 
 import dataclasses
 import functools
@@ -14,11 +14,11 @@ _STRUCTS = "structs.cuh"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A device source file and what specialises it.
+    """A device source file with the macros and structs that specialise it.
 
     Attributes:
-      file: a file of `jax_splitk/kernels`, relative to it, as are the headers that it includes; or an absolute path,
-        whose headers are looked for beside the file first.
+      file: a file of `jax_splitk/kernels`, relative to that folder, or an absolute path. Included headers are searched
+        beside an absolute file first, then in `jax_splitk/kernels`.
       defines: macros.
       structs: the text that stands for `#include "structs.cuh"`; see `kernels/device/structs.py`.
     """
@@ -31,8 +31,8 @@ class Source:
         """The file, with the headers that it includes in their places.
 
         Args:
-          with_lines: whether `#line` directives say where each part comes from, for a compiler's messages. They have
-            paths, and change nothing that is compiled: what identifies a compilation is the text without them.
+          with_lines: whether `#line` directives say where each part comes from, for a compiler's messages. They contain
+            paths, and do not change the code. The text without them identifies a compilation.
         """
         return _source_text(self.file, self.structs, with_lines)
 
@@ -61,7 +61,7 @@ def _file_text(file: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _source_text(file: str, structs: str, with_lines: bool = False) -> str:
-    """The file with what it includes in its place, each header once."""
+    """The file with the text of its headers in place of the includes, each header once."""
     included = {file}
 
     def whole(name: str, text: str) -> str:
@@ -76,7 +76,7 @@ def _source_text(file: str, structs: str, with_lines: bool = False) -> str:
             beside = os.path.join(os.path.dirname(file), header)
             header = beside if os.path.isabs(file) and os.path.isfile(beside) else header
             found = whole(header, structs if header == _STRUCTS else _file_text(header))
-        # What follows the include has its own numbers again. The include's end of line is still to come.
+        # The lines after the include continue the file's own numbers. The include's end of line is still to come.
         number = include.string.count("\n", 0, include.start()) + 2
         return f"{found}\n{_line(number, including).rstrip()}" if with_lines else found
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or None as in a daemon: what would be written there is lost, and nothing fails."""
+"""Standard streams that are closed, or None as in a daemon: writing to them is dropped and does not fail."""
 
 import contextlib
 import logging
@@ -20,8 +20,8 @@ def is_closed(stream: Any) -> bool:
 
 
 def guard_log(logger: logging.Logger) -> None:
-    """A line of the log must not end a lowering: where a handler writes to a closed `sys.stderr`, `logging` fails once
-    more when it says so there."""
+    """Lets a handler write to a closed `sys.stderr`: `logging` would fail again when it reports the error there, and
+    end a lowering."""
     call = logger.callHandlers
 
     def guarded(record: logging.LogRecord) -> None:
@@ -35,8 +35,8 @@ def guard_log(logger: logging.Logger) -> None:
 
 
 def replace_closed() -> None:
-    """Of a command (`>&-`): standard streams that are closed lead nowhere, so that no file that is opened later gets
-    their number and what is printed."""
+    """Opens closed standard streams of a command (`>&-`) as the null device. Otherwise a file that is opened later
+    would get their number, and with it the printed text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:

@@ -30,25 +30,24 @@ class Target:
 
 
 def local_platform() -> str:
-    """The default backend by the name that lowering uses: "cuda" where `jax.default_backend()` says "gpu"."""
+    """The default backend, under the name that lowering uses: "cuda" if `jax.default_backend()` says "gpu"."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend
 
 
-# What is lowered for CUDA on a machine without a GPU (ahead of time, for export) is lowered for this.
+# The target of programs that are lowered for CUDA on a machine without a GPU (ahead of time, for export).
 DEFAULT_CUDA = Target("cuda", "NVIDIA H200", "9.0", 132)
 
-# Clusters of so many thread blocks that a GPU of 132 multiprocessors runs at a time, by the times of some 400
-# candidates on H200s and an H100: one more takes a second turn.
+# For each size of a cluster, how many clusters a GPU of 132 multiprocessors runs at a time. From the times of some 400
+# candidates on H200s and an H100.
 _CLUSTERS_CORES = 132
 _CLUSTERS = {3: 36, 4: 30, 5: 23, 6: 16, 7: 14, 8: 15}
 
 
 @functools.cache
 def target_for(platform: str) -> Target:
-    """The local devices' description where there are any of that platform, else a default one.
-
-    Of a CPU it is this machine's, also where what is lowered is exported.
+    """The target of the local devices of that platform; without any, a default target. For a CPU it is this machine,
+    also in an export.
     """
     if platform == "cuda":
         if jax.default_backend() != "gpu":
@@ -62,7 +61,7 @@ def target_for(platform: str) -> Target:
 
 
 def _cpu_model() -> str:
-    """The processor's name: decisions for one need not suit another of as many cores."""
+    """The processor's name: decisions for one processor need not suit another with as many cores."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -73,13 +72,14 @@ def _cpu_model() -> str:
 
 
 def _hardware_threads() -> int:
-    """As many as XLA's thread pool has: NPROC, else those this process may run on (a container may grant few)."""
+    """The number of threads in XLA's pool: NPROC, else the cores that this process may use (a container may grant
+    few)."""
     given = os.environ.get("NPROC", "")
     return int(given) if given.isdecimal() and int(given) > 0 else granted_cores()
 
 
 def hopper_refusal(target: Target | None) -> str | None:
-    """Why kernels for Hopper cannot run on `target`; None where they can, or for no target in particular."""
+    """Why kernels for Hopper cannot run on `target`; None if they can, or without a target."""
     if target is None or target.is_hopper:
         return None
     return f"needs a GPU of compute capability 9.0 (Hopper), not {target.device_kind} ({target.compute_capability})"
@@ -88,7 +88,7 @@ def hopper_refusal(target: Target | None) -> str | None:
 def resident_blocks(target: Target, cluster: int, per_core: int = 1) -> int:
     """Thread blocks that a GPU holds at a time: `per_core` of them fit on a multiprocessor, `cluster` form a cluster.
 
-    Clusters leave a part of the GPU empty, as none can leave a GPC: see `_CLUSTERS`.
+    Clusters leave a part of the GPU empty, since a cluster cannot span several GPCs: see `_CLUSTERS`.
     """
     if cluster not in _CLUSTERS:
         return max(cluster, target.cores * per_core // cluster * cluster)

@@ -25,7 +25,7 @@ class CompilerUnavailable(RuntimeError):
 
 @functools.cache
 def find_nvrtc() -> Nvrtc:
-    """The compiler; raises `CompilerUnavailable` where its wheel is not installed."""
+    """The compiler. Raises `CompilerUnavailable` if its wheel is not installed."""
     folder = _installed()["nvidia-cuda-nvrtc"]
     if folder is None:
         raise CompilerUnavailable(_what_is_missing())
@@ -47,7 +47,7 @@ def include_folders() -> tuple[pathlib.Path, ...]:
 
 
 def _installed() -> dict[str, pathlib.Path | None]:
-    """The folder of each package of `REQUIREMENTS` that is used; None where the package is not installed."""
+    """The folder of each package of `REQUIREMENTS`; None if the package is not installed."""
     folders, cutlass = _nvidia_folders(), _package_folders("cutlass_library")
     includes = [folder / "include" for folder in folders]
     return {
@@ -68,7 +68,7 @@ def _what_is_missing() -> str:
 
 
 def unavailable() -> str | None:
-    """None where device code can be compiled here, else the reason."""
+    """Why device code cannot be compiled here; None if it can."""
     try:
         find_nvrtc()
         include_folders()
@@ -79,7 +79,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Versions of the packages of compiler and headers ('?' where a folder is there without metadata)."""
+    """Versions of the packages of compiler and headers ('?' for a folder without metadata)."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -90,7 +90,7 @@ def package_versions() -> dict[str, str]:
 
 
 def identity() -> str:
-    """What compiles here, for people and comparisons: the versions. Raises `CompilerUnavailable`."""
+    """The versions of the compiler and headers, as text. Raises `CompilerUnavailable`."""
     major, minor = find_nvrtc().version
     return ", ".join((f"NVRTC {major}.{minor}", *(f"{name} {version}" for name, version in package_versions().items())))
 
@@ -100,8 +100,8 @@ def _nvidia_folders() -> list[pathlib.Path]:
 
 
 def _package_folders(name: str) -> list[pathlib.Path]:
-    """Where a package lies, also where `sys.modules` has a stub in its place: `importlib.util.find_spec` would ask that
-    first."""
+    """The folder of a package, even if `sys.modules` has a stub in its place, which `importlib.util.find_spec` would
+    ask first."""
     for finder in sys.meta_path:
         spec = finder.find_spec(name, None)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -1,9 +1,10 @@
-"""Processes that compile: what starts one, and whether this program can start any.
+"""Processes that compile kernels: how to start them, and whether this program can.
 
-A worker is a Python that runs `nvrtc.py`. `sys.executable` need not be a Python: a program that PyInstaller or Nuitka
-made names itself there, as a host that embeds Python may, and to start it would start the whole program again. So
-nothing is started that is known to be no Python, and what is started has to answer as `nvrtc.py` does, in limited time.
-A worker's environment says what it is: a program that finds itself started as one starts none of its own.
+A worker is a Python interpreter that runs `nvrtc.py`. `sys.executable` need not be an interpreter: programs made by
+PyInstaller or Nuitka name themselves there, as may a host that embeds Python. Running it would start the whole program
+again. So a worker is started only if `sys.executable` looks like an interpreter, and it must answer as `nvrtc.py` does,
+in limited time. A variable marks a worker's environment, so that a program that was started as a worker starts no
+workers itself.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import time
 from jax_splitk.runtime import disk, nvrtc
 from jax_splitk.runtime.nvrtc import NvrtcError
 
-# In a worker's environment.
+# The variable that marks a worker's environment.
 _MARK = "_JAX_SPLITK_WORKER"
 # How long a program may take to answer: Python starts in 20 ms, and from a slow disk in seconds.
 _ANSWER_SECONDS = 10.0
@@ -30,12 +31,12 @@ _PYTHON = re.compile(r"(python|pypy|graalpy)[\w.-]*", re.IGNORECASE)
 
 
 class NoWorker(RuntimeError):
-    """This program has no workers; the message says why."""
+    """This program cannot have workers; the message says why."""
 
 
 @dataclasses.dataclass
 class _Started:
-    """What the first start has shown. Other threads wait for it.
+    """The result of the first start. Other threads wait for it.
 
     Attributes:
       executable: the program that answered.
@@ -51,7 +52,7 @@ _started = _Started()
 
 
 def _start_anew() -> None:
-    """In a forked process, where nobody would give the lock back."""
+    """Replaces the lock in a forked process, where nobody would release it."""
     _started.lock = threading.Lock()
 
 
@@ -59,7 +60,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def available() -> bool:
-    """Whether this program may have workers, as far as is known without starting one. Warns once where it has none."""
+    """Whether this program may have workers, as far as is known without starting one. Warns once if it cannot."""
     try:
         _executable()
     except NoWorker as error:
@@ -76,7 +77,7 @@ def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list
     """`Nvrtc.compile` in a process of its own, which ends with this one.
 
     Raises:
-      NoWorker: nothing was started, or what was started is no worker.
+      NoWorker: no process was started, or the process is not a worker.
       NvrtcError: the worker failed.
     """
     request = pickle.dumps((os.getpid(), str(library), text, name, options))
@@ -94,7 +95,7 @@ def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list
 
 
 def _worker() -> subprocess.Popen[bytes]:
-    """A process that has answered. The first one is waited for by everybody, so that a wrong program starts once."""
+    """A process that has answered. All threads wait for the first one, so that a wrong program is started only once."""
     with _started.lock:
         executable = _executable()
         if executable != _started.executable:
@@ -105,14 +106,14 @@ def _worker() -> subprocess.Popen[bytes]:
 
 
 def _executable() -> str:
-    """The Python that workers run, which may turn out to be none. Raises `NoWorker`."""
+    """The interpreter for workers, which may turn out not to be one. Raises `NoWorker`."""
     if _MARK in os.environ:
         raise NoWorker("this process was itself started as a compiler's worker")
     if _started.refusal is not None:
         raise NoWorker(_started.refusal)
     if not os.path.isfile(nvrtc.__file__):
         raise NoWorker(f"{nvrtc.__file__} is no file that a Python could run")
-    # What `multiprocessing.set_executable` was given, which loads this module.
+    # The argument of `multiprocessing.set_executable`, which loads this module.
     spawn = sys.modules.get("multiprocessing.spawn")
     chosen = os.fsdecode(spawn.get_executable() or "") if spawn is not None else ""
     if (reason := _no_python()) is None:
@@ -123,7 +124,7 @@ def _executable() -> str:
 
 
 def _no_python() -> str | None:
-    """Why `sys.executable` is known to be no Python."""
+    """Why `sys.executable` is known not to be an interpreter."""
     if not sys.executable:
         return "sys.executable is not set"
     frozen = getattr(sys, "frozen", False) or hasattr(sys, "_MEIPASS")
@@ -135,11 +136,11 @@ def _no_python() -> str | None:
 
 
 def _answering(executable: str) -> subprocess.Popen[bytes]:
-    """The process, once it has answered. Raises `NoWorker`, from then on always, where it does not."""
+    """The process, once it has answered. Raises `NoWorker`, then and always after, if it does not answer."""
     command = [executable, "-I", "-S", str(pathlib.Path(nvrtc.__file__).resolve())]
     why = f"no answer from it within {_ANSWER_SECONDS:g} seconds"
     try:
-        # Of a group of its own: a terminal's Ctrl-C is for the program that waits, and no failure of a compilation.
+        # In a process group of its own: a terminal's Ctrl-C ends the waiting program, but is not a failed compilation.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -165,7 +166,7 @@ def _answering(executable: str) -> subprocess.Popen[bytes]:
 
 
 def _answers(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process writes what a worker begins with, in time."""
+    """Whether a process writes a worker's first output in time."""
     assert process.stdout is not None
     handle, got, until = process.stdout.fileno(), b"", time.monotonic() + _ANSWER_SECONDS
     poll = select.poll()
@@ -181,7 +182,7 @@ def _answers(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it has started."""
+    """Ends a process and its children."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     with process:

@@ -1,4 +1,4 @@
-"""Decisions that were made before: who has them, and for which problems they hold."""
+"""Looks up decisions that were made before, in all places that have them."""
 
 import dataclasses
 import itertools
@@ -13,18 +13,18 @@ from jax_splitk.tuning.options import Options
 
 @dataclasses.dataclass
 class Query:
-    """What the sources of decisions are asked for.
+    """A request to the sources of decisions.
 
     Attributes:
-      key: the problem, and the machine that it is lowered for.
-      options: the caller's.
+      key: the problem, and the machine for which it is lowered.
+      options: the caller's options.
       limit: bytes of workspace that the choice may have.
-      families: the families that can serve, of those that the caller allows.
-      here: whether the choice is for this process's devices: then a miss may be measured, and all processes of a job
+      families: the families that can serve, among those that the caller allows.
+      here: whether the choice is for this process's devices. Then a miss may be measured, and all processes of a job
         must choose the same.
-      final: whether the choice will be lowered, and not only looked at.
+      final: whether the choice will be lowered, not only shown.
       again: whether the command line wants a measurement although there is a decision.
-      exact: whether no representative may decide for the problem.
+      exact: whether representatives must not decide for the problem.
       held: an earlier source's decision, which a measurement may replace.
     """
 
@@ -39,13 +39,13 @@ class Query:
     held: Found | None = None
 
     def is_settled(self) -> bool:
-        """Whether no measurement is to replace `held`."""
+        """Whether no measurement may replace `held`."""
         return self.held is not None and not self.again and self.held.entry.is_searched(self.limit)
 
 
 class Decisions:
-    """Entries in some places. All places are asked for the problem, in their order; then all of them for each of its
-    representatives, whose decision must hold for the problem, too."""
+    """Looks up entries in some places. All places are asked for the problem first, in their order. Then all are asked
+    for each representative, whose decision must hold for the problem, too."""
 
     def __init__(self, *places: Callable[[Key], Iterable[Found]]) -> None:
         self._places = places

@@ -1,4 +1,4 @@
-"""Decisions by measurement: which problems are measured, when, and what becomes of the result."""
+"""Decisions by measurement: which problems are measured, when, and how results are used."""
 
 import functools
 import json
@@ -23,7 +23,8 @@ _ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/b
 
 
 def autotune(target: Target) -> bool:
-    """Whether a miss is measured: `JAX_SPLITK_AUTOTUNE`, by default "on_miss" on a GPU and "off" on the CPU.
+    """Whether a miss is measured: `JAX_SPLITK_AUTOTUNE`, by default "on_miss" on a GPU and "off" on the CPU. Raises
+    ValueError for any other word.
 
     Raises ValueError for any other word.
     """
@@ -31,7 +32,9 @@ def autotune(target: Target) -> bool:
 
 
 def measurement(query: Query) -> Found | None:
-    """A source of decisions: measures what `to_measure` says, until one decides for the query.
+    """A source of decisions: measures the keys of `to_measure` until one decides for the query. None, with a line in
+    the log, if nothing may be measured or the measurement fails: a failure, such as running out of memory, must not end
+    the user's program.
 
     None, with a line in the log, where nothing may be measured, or where it fails: a failed measurement (out of memory,
     say) must not fail the user's program.
@@ -56,8 +59,8 @@ def measurement(query: Query) -> Found | None:
 
 
 def to_measure(query: Query) -> list[Key]:
-    """What is measured for a query that is not settled, until one decides for it: representatives, then the problem
-    itself. Nothing where that may not be, or is of no use."""
+    """The keys to measure for a query that is not settled, until one decides for it: representatives, then the problem
+    itself. Empty if a measurement is impossible or useless."""
     allowed = query.here and disk.mode() != "frozen" and _obstacle(query) is None
     if not allowed or not watch.state.measures(query.options) or not autotune(query.key.target):
         return []
@@ -66,14 +69,14 @@ def to_measure(query: Query) -> list[Key]:
 
 
 def _obstacle(query: Query) -> str | None:
-    """Why a measurement is impossible, or of no use."""
+    """Why a measurement is impossible or useless."""
     missing = toolchain.unavailable() if query.key.target.platform == "cuda" else None
     return missing or (None if query.exact else why_not_tuned(query.key.problem, query.key.target))
 
 
 def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: bool = False) -> Found:
-    """What this process or a cache has for the key, if that was searched within such a limit; else, or `again`, a
-    measurement, which is stored.
+    """The decision of this process or a cache for the key, if its search had such a limit. Otherwise, or with `again`,
+    a measurement, which is stored.
 
     Raises:
       RuntimeError: as `tuner.tune`.
@@ -94,7 +97,7 @@ def tuned(key: Key, workspace_limit: int, seconds: float | None = None, again: b
 
 
 def missing(asked: Iterable[tuple[Key, int]], again: bool) -> list[tuple[Key, int]]:
-    """Those of the keys, each with a workspace limit, that `tuned` has to measure; `again`: all of them."""
+    """The keys, each with a workspace limit, that `tuned` would measure; with `again`, all of them."""
     return [each for each in asked if again or _searched(*each) is None]
 
 
@@ -105,8 +108,8 @@ def _searched(key: Key, workspace_limit: int) -> Found | None:
 
 @functools.cache
 def _listen() -> None:
-    """Ends a run of measurements that a lowering began with the lowering, or with the compilation, where XLA's
-    partitioner asks for a device's part."""
+    """Ends a run of measurements together with the lowering that began it, or with XLA's compilation, whose partitioner
+    asks for a device's part."""
 
     def ended(event: str, duration_secs: float, **_: Any) -> None:
         if event in _ENDS and searches.state.progress.lowered():
@@ -116,7 +119,7 @@ def _listen() -> None:
 
 
 def command(key: Key, workspace_limit: int) -> str:
-    """How to tune the problem, or the one that decides for it, ahead of time."""
+    """The command that tunes ahead of time the problem, or the one that decides for it."""
     fields = json.dumps(problem_as_dict(buckets.to_tune(key, workspace_limit)[0].problem))
     limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
     return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"

@@ -1,4 +1,4 @@
-"""What the cost model puts first."""
+"""The choices of the cost model."""
 
 import functools
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from jax_splitk.tuning.serving import serving
 def best(
     key: Key, workspace_limit: int, families: Iterable[Family] | None = None
 ) -> tuple[float, Candidate, int] | None:
-    """(predicted seconds, candidate, number of configs that were compared) of the fastest that fits in the workspace;
-    None where none does. `families`: those that can compute the problem, all by default."""
+    """(predicted seconds, candidate, number of compared configs) of the fastest config that fits in the workspace; None
+    if none fits. `families`: those that can compute the problem, by default all."""
     found: list[tuple[float, int, Candidate]] = []
     total = 0
     for family in serving(key.problem, key.target) if families is None else families:

@@ -1,4 +1,4 @@
-"""What a process says or works out once. `once.state` is this process's."""
+"""Messages that a process gives once, and results that it computes once. `once.state` belongs to this process."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -8,11 +8,12 @@ _T = TypeVar("_T")
 
 
 class Once:
-    """Results that were worked out, messages that were given; safe to use from several threads.
+    """Results that were computed, and messages that were given. Safe to use from several threads.
 
     Attributes:
-      deferred_warnings: warnings about kernels that were compiled before their lowering, which gives them.
-      stopped_agreeing: names on which the processes of a job did not agree: nobody waits for the others there again.
+      deferred_warnings: warnings about kernels that were compiled ahead; their lowering gives them.
+      stopped_agreeing: names on which the processes of a job did not agree. No process waits for the others there
+        again.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Once:
         self._counts: dict[Hashable, int] = {}
 
     def result(self, what: Hashable, make: Callable[[], _T]) -> _T:
-        """The result of `make`, which is called once for each `what`, unless it raises; other threads wait for it."""
+        """The result of `make`, which is called once for each `what`, unless it raises. Other threads wait for it."""
         if what not in self._results:
             with self._lock:
                 own = self._in_flight.setdefault(what, threading.Lock())
@@ -34,13 +35,13 @@ class Once:
         return self._results[what]
 
     def count(self, *what: Hashable) -> int:
-        """How often this was called with these arguments, this call included."""
+        """How often this method was called with these arguments, including this call."""
         with self._lock:
             self._counts[what] = self._counts.get(what, 0) + 1
             return self._counts[what]
 
     def is_first(self, *what: Hashable) -> bool:
-        """Whether this is the first call with these arguments: what is said or done once asks it."""
+        """Whether this is the first call with these arguments."""
         return self.count(*what) == 1
 
 

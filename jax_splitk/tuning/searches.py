@@ -1,4 +1,4 @@
-"""Searches of a process, under way and to come. `searches.state` is this process's."""
+"""The searches of a process, running and queued. `searches.state` belongs to this process."""
 
 import collections
 import threading
@@ -13,16 +13,17 @@ from jax_splitk.tuning.progress import Progress
 
 
 class Searches:
-    """Searches by key and workspace limit (tuner.py), and what becomes of them.
+    """Searches by key and workspace limit (tuner.py), and their results.
 
     Attributes:
-      turn: held by the thread that waits for a measurement: threads that miss the same problem at once measure it once.
-      running: searches that are under way, or whose entries nobody has taken yet.
+      turn: a lock that the thread which waits for a measurement holds. So threads that miss the same problem at once
+        measure it once.
+      running: searches that run, or whose entries nobody has taken yet.
       queue: searches that may come next.
       traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
-      abandoned: searches that were given up, whose threads may not have ended.
-      unsaved: measurements that could not be stored: a process measures a problem once in any case.
-      progress: what the user sees.
+      abandoned: cancelled searches whose threads may still run.
+      unsaved: measurements that could not be stored, so that a process measures a problem once in any case.
+      progress: the user's view.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,6 @@ state = Searches()
 
 
 def unsaved(key: Key) -> Iterator[Found]:
-    """What this process measured and could not store."""
+    """Measurements of this process that could not be stored."""
     if (entry := state.unsaved.get(key)) is not None:
         yield Found(entry, "measured now")

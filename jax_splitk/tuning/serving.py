@@ -1,4 +1,4 @@
-"""Which kernel families can compute a problem, and what they say of it before anything was measured."""
+"""Which kernel families can compute a problem, and their preferences without measurements."""
 
 import functools
 
@@ -25,7 +25,7 @@ def would_serve(problem: Problem, target: Target) -> bool:
 
 
 def why_not_tuned(problem: Problem, target: Target) -> str | None:
-    """Why a miss is not measured although a kernel can compute the problem: XLA is known to be as fast. None where it
-    is measured."""
+    """Why lowering does not measure a problem that a kernel can compute: XLA is known to be as fast. None if it
+    does."""
     reasons = [family.measurement_refusal(problem) for family in serving(problem, target)]
     return reasons[0] if reasons and None not in reasons else None

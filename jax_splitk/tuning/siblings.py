@@ -1,5 +1,5 @@
-"""Sibling GPUs: GPUs of one architecture with as many multiprocessors. What is the fastest on one of them is nearly so
-on the others (benchmarks/notes/relatives.md says by how much)."""
+"""Sibling GPUs: GPUs of one architecture with as many multiprocessors. The fastest choice on one is nearly the fastest
+on the others (benchmarks/notes/relatives.md has figures)."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ def keys(key: Key) -> Iterator[Key]:
 
 
 def tables(key: Key) -> Iterator[Found]:
-    """The entries that ship for the siblings. Their caches are not asked: only tables are the same in all processes."""
+    """The entries in the siblings' tables. The siblings' caches are not asked, since only tables are the same in all
+    processes."""
     for sibling in keys(key):
         for entry, where in store.shipped(sibling):
             yield Found(entry, f"{sibling.environment.device_kind}'s {where}")

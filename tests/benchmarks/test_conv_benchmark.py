@@ -27,7 +27,7 @@ def test_every_case_is_served_on_hopper() -> None:
 
 
 def test_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every pass, and of a transposed convolution."""
+    """A run over every pass, and a transposed convolution."""
     monkeypatch.setattr(conv, "QUICK_CPU_FLOPS", 1e6)
     path = tmp_path / "report.json"
     chosen = ["wgrad_c64k64_3x3x3_16x56x56_b8", "fprop_c256k128_4x4t2_16x16_b64", "dgrad_c96k192_2x2s2_57x57_b64"]

@@ -90,7 +90,7 @@ def test_exploration_draws_what_the_model_does_not_propose() -> None:
 
 
 def learnable(rng: np.random.Generator, groups: int) -> learn.Data:
-    """Choices among 8 candidates, whose times depend on two features; what they have in common is noise."""
+    """Choices among 8 candidates. Their times depend on two features; the error that they share is noise."""
     rows = rng.uniform(0, 1, (8 * groups, 3)).astype(np.float32)
     of, common = np.repeat(np.arange(groups), 8), rng.normal(0, 0.5, groups)
     logs = 0.6 * (rows[:, 0] > 0.5) * rows[:, 1] + common[of] + rng.normal(0, NOISE, len(of))
@@ -107,14 +107,14 @@ def test_trees_learn_what_tells_candidates_apart() -> None:
         return logs - (np.bincount(data.groups, logs) / 8)[data.groups]
 
     assert apart(data.logs - found).std() < 0.5 * apart(data.logs).std()
-    # As they are written and read again, and every time the same.
+    # The arrays as they are written and read again: the same every time.
     again = learn.fit(data, shape)
     for name, values in learn.fit(data, shape).arrays().items():
         assert (values == again.arrays()[name]).all(), name
 
 
 def test_rates_are_found_that_times_were_made_with() -> None:
-    """Of what is not measured by itself."""
+    """Measured rates are not fitted, and stay."""
     shipped = cost_model.rates("cuda", "NVIDIA H200")
     changes = {"row_seconds": 3.0, "wave_seconds": 2.0, "partial_bytes": 0.3, "reduce_seconds": 2.5}
     true = dataclasses.replace(shipped, **{name: getattr(shipped, name) * by for name, by in changes.items()})

@@ -1,4 +1,4 @@
-"""benchmarks.frozen: a step from what another process tuned and exported, where nothing can be compiled."""
+"""benchmarks.frozen: a process that cannot compile runs a step from another process's decisions and kernels."""
 
 import json
 import pathlib

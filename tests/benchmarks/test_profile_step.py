@@ -91,7 +91,7 @@ def test_without_a_gpu_it_says_what_hlo_says(
 
 
 def test_timeline_shows_each_part_and_is_legible(tmp_path: pathlib.Path) -> None:
-    """At 400 pixels its text has at least 9."""
+    """If the chart is 400 pixels wide, its text is at least 9 pixels high."""
     figure = timeline.timeline(json.loads(report(tmp_path).read_text()))
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]

@@ -145,7 +145,7 @@ class FakeTensor:
 
 
 class FakeTorch:
-    """As much of PyTorch as the benchmark uses; keeps the products' shapes."""
+    """A stand-in for the parts of PyTorch that the benchmark uses. It records the products' shapes."""
 
     bfloat16, float32, float8_e4m3fn = "bf16", "f32", "e4m3"
 

@@ -1,5 +1,5 @@
-"""Gates by recorded times (benchmarks/cost_model/data) and shipped decisions (jax_splitk/tables): what first choices
-lose, and that every family and every option of a config is the best somewhere."""
+"""Checks against recorded times (benchmarks/cost_model/data) and shipped decisions (jax_splitk/tables): the regret of
+first choices is bounded, and every family and every option of a config is the best somewhere."""
 
 import collections
 import functools
@@ -22,9 +22,9 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 
-# Of first choices: how much slower they are than the fastest that was timed, in the mean and the 99th percentile, in
-# percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` says what they lose on problems that
-# were held out). A change of estimates may lower these bounds, not raise them.
+# Bounds of the regret of first choices: how much slower they are than the fastest timed candidate, mean and 99th
+# percentile, in percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` prints their regret on
+# held-out problems). A change of estimates may lower these bounds, not raise them.
 REGRET = {
     "all": (1.6, 14.0),
     "conv_fprop": (1.5, 8.0),
@@ -42,7 +42,7 @@ def recorded() -> tuple[Record, ...]:
 
 @functools.cache
 def regrets() -> dict[str, list[float]]:
-    """Of each operation's problems of which several candidates were timed, and of all."""
+    """Regrets for each operation's problems with several timed candidates, and for all."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     for record in recorded():
         us = record.times()
@@ -66,11 +66,11 @@ def test_every_operation_has_a_bound() -> None:
     assert set(regrets()) == set(REGRET)
 
 
-LEFT = 0.02  # of the rows of the tables in which ours are the faster ones
+LEFT = 0.02  # share of the tables' rows in which our kernels are faster than XLA
 
 
 def test_few_problems_that_ours_win_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Untuned, without the tables."""
+    """Choices without tuning and without the tables."""
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")
     rows = [r for r in records.shipped(DEFAULT_CUDA) if r.xla_us and min(r.times().values(), default=1e9) < r.xla_us]
     monkeypatch.setattr(table, "FOLDER", tmp_path)
@@ -83,8 +83,8 @@ def test_few_problems_that_ours_win_are_left_to_xla(monkeypatch: pytest.MonkeyPa
 _GROUPED, _TF32 = "dgrad_grouped/fprop_grouped", "dot_tf32/wgrad_tf32"
 _TOEPLITZ, _PATCH = "dgrad_toeplitz/fprop_toeplitz", "dgrad_patch/fprop_patch/wgrad_patch"
 _FEW_TIMES, _NEVER_TIMED = "timed on fewer than ten problems", "never timed"
-# Each with why it is still there: `python -m benchmarks.cost_model.options` times them all. One that comes to be the
-# best somewhere must leave this list.
+# Options that are never the best, each with the reason why it still exists. `python -m benchmarks.cost_model.options`
+# times them all. Remove an option from this list when it is the best somewhere.
 KNOWN: dict[Option, str] = {
     Option("dgrad_patch"): _FEW_TIMES,
     Option("dot_tf32"): _NEVER_TIMED,
@@ -136,13 +136,13 @@ def test_which_values_are_lost(values: set[int], won: set[int], lost: set[Any]) 
 
 
 def estimated(problem: Problem, target: Target, candidates: Sequence[Candidate], *_: Any) -> tuple[Timed, ...]:
-    """Stands for a measurement: times that are the estimates, of XLA a long one."""
+    """Stands for a measurement: a candidate's time is its estimate, and XLA's time is long."""
     ours = [Timed(c, 1e6 * c.family.estimate(problem, c.config, target)) for c in candidates if c.family is not None]
     return (Timed(XLA, 1e9), *ours)
 
 
 def test_options_are_forced_and_timed_beside_the_best(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """On the problems of the grouped families, which are the fewest; nothing is compiled."""
+    """On problems of the grouped families, which are the fewest. Nothing is compiled."""
     monkeypatch.setattr(options, "measured", estimated)
     monkeypatch.setattr(options, "_compiled", lambda given, given_up: None)
     some = [record for record in recorded() if any("_grouped" in c.name for c in record.times())][:30]

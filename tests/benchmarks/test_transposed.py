@@ -1,4 +1,4 @@
-"""benchmarks.transposed on a CPU, without PyTorch and with what stands for it."""
+"""benchmarks.transposed on a CPU, without PyTorch, and with a stand-in for it."""
 
 import json
 import pathlib

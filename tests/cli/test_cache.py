@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:
-    """Damaged files of every kind beside a good one, and a part of what is said of each."""
+    """Damaged files of every kind beside a good one, each with a part of the message about it."""
     whole = good.read_text()
     fields = json.loads(whole)
     environment = good.parent
@@ -261,7 +261,7 @@ def test_a_file_carries_entries_elsewhere(cache: pathlib.Path, tmp_path: pathlib
     assert run(capsys, "cache", "merge", file, cache)["added"] == 2
     assert {path: path.read_bytes() for path in store.files(cache)} == before
     assert run(capsys, "cache", "merge", file, cache)["unchanged"] == 2
-    # What is newer in the destination stays the choice, and learns the times; a file keeps its other entries.
+    # A newer entry in the destination keeps its choice, and gets the other's times. A file keeps its other entries.
     put(cache, keys[0], {X: 30.0, B: 25.0}, NEW)
     assert run(capsys, "cache", "merge", file, cache)["updated"] == 1
     (cache / keys[1].file).unlink()

@@ -319,7 +319,7 @@ def test_explain_script_counts_passes_that_xla_computes_faster(
 def test_tune_script_measures_forward_passes_without_a_gradient(
     cache: pathlib.Path, script: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of the script itself does not."""
+    """A run of the script without `tune` does not measure them."""
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     script.write_text(textwrap.dedent(FORWARD).replace("(256, 56)", "(2, 8)"))
     for what, measured in ("explain", []), ("tune", ["conv_fprop"] * 2):
@@ -341,7 +341,7 @@ PLAIN = """
 
 @pytest.mark.parametrize("words", [("explain",), ("tune", "--dry-run"), ("tune", "--seconds", "0.05")])
 def test_what_a_script_leaves_to_lax_is_listed(words: tuple[str, ...], script: pathlib.Path, capsys: Any) -> None:
-    """Once each, although the tuner of the second script lowers the same in lax."""
+    """Each operation once, although the tuner lowers it in lax again."""
     routed = textwrap.dedent(SCRIPT).replace("explicit = ", "explicit = 0 and ")
     for others in ("", routed):
         script.write_text(textwrap.dedent(PLAIN) + others)
@@ -380,7 +380,7 @@ def test_explain_in_a_process_of_its_own(script: pathlib.Path, cache: pathlib.Pa
 
 @pytest.mark.parametrize("words", [("cache", "ls"), ("cache", "ls", "--json"), ("doctor",)])
 def test_a_reader_that_has_enough_is_no_error(words: tuple[str, ...]) -> None:
-    """As in `cache ls | head`."""
+    """A reader such as `head` may close the output early."""
     read, write = os.pipe()
     os.close(read)
     try:

@@ -1,4 +1,4 @@
-"""`python -m jax_splitk doctor` says what is so."""
+"""`python -m jax_splitk doctor` reports the state of the installation."""
 
 import dataclasses
 import importlib.metadata
@@ -135,7 +135,7 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 class FakeNvml:
-    """Two GPUs, of which the second has fallen off the bus. Functions return 0, or an error, as NVML's."""
+    """NVML with two GPUs, the second of which has fallen off the bus. Functions return 0 or an error, like NVML's."""
 
     def nvmlInit_v2(self) -> int:
         return 0

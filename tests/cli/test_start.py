@@ -1,4 +1,5 @@
-"""Both ways to start the command line: what they import, and that another program's -m gets the whole package."""
+"""Both ways to start the command line: which modules they import, and that another program's -m gets the whole
+package."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Decisions and kernels on their way to other machines: `cache export`, `merge` and `verify`, and who reads them."""
+"""Moving decisions and kernels to other machines: `cache export`, `merge` and `verify`."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ FAKE = compiler.Compiled(b"machine code", "log")
 
 
 def decided(problem: Problem, measured: int = 1) -> Entry:
-    """For an H200: the model's first candidate, faster than some others and XLA."""
+    """An H200's entry: the model's first candidate, faster than some others and XLA."""
     key = key_for(problem, DEFAULT_CUDA)
     ranking = search.ranked(key)
     times = [Measurement(candidate, 5.0 + i) for i, candidate in enumerate(ranking[:measured])]
@@ -97,7 +97,7 @@ print(json.dumps(found))
 def test_a_machine_without_a_compiler_runs_what_was_exported(
     cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
 ) -> None:
-    """An H200's decisions, whose kernels another version of NVRTC compiled."""
+    """The kernels of an H200's decisions, compiled by another version of NVRTC."""
     for entry in (decided(WGRAD), decided(PRODUCT)):
         put(cache, entry.key, entry.dumps())
     bundle = tmp_path / "bundle"
@@ -131,7 +131,7 @@ def test_kernels_that_lost_stay_behind(cache: pathlib.Path, tmp_path: pathlib.Pa
     put(cache, entry.key, entry.dumps())
     sources = {source_of(PRODUCT, m.candidate): m.candidate for m in entry.measurements if m.candidate != XLA}
     assert len(sources) > 3
-    # Also what was lowered by a table that ships with the package, or by the cost model.
+    # Also the kernels that were lowered by a shipped table's or the cost model's choice.
     for source in [*sources, source_of(WGRAD)]:
         assert compiler.store(cache, source, FAKE)
     wanted = {compiler.source_key(source) for source in (source_of(PRODUCT), source_of(WGRAD))}
@@ -146,7 +146,7 @@ def test_kernels_that_lost_stay_behind(cache: pathlib.Path, tmp_path: pathlib.Pa
 def test_a_decision_for_some_rows_has_the_kernels_of_fewer(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above 64 rows the number of tiles is compiled in: here 4 of 96 rows, and 3."""
+    """Above 64 rows the number of tiles is a macro: 4 for the 96 rows here, and 3."""
     monkeypatch.setattr(compiler, "compile_sources", lambda sources: [FAKE for _ in sources])
     key = key_for(dataclasses.replace(PRODUCT, rows=320, k=4096, features=8192), DEFAULT_CUDA)
     choice = Candidate(tiled.FAMILY, tiled.Config(128, 96, 6, 132, 1))
@@ -231,7 +231,7 @@ def test_verify_finds_what_the_compiler_did_not_make(
 
 
 def test_exported_entries_are_those_of_the_cache(cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
-    """Of every machine; evidence such as the driver is no part of what they are found by."""
+    """Entries of every machine. Evidence such as the driver is not a part of their keys."""
     entry = decided(PRODUCT)
     other = dataclasses.replace(entry, evidence={**entry.evidence, "metadata": {"driver": "2"}})
     put(cache, entry.key, entry.dumps())

@@ -21,7 +21,7 @@ class Block:
 
 
 def files() -> list[pathlib.Path]:
-    """What people read; benchmarks/notes are a log."""
+    """The Markdown files for readers, without benchmarks/notes."""
     top = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
     return [
         *(ROOT / name for name in top),
@@ -50,7 +50,7 @@ def prose(path: pathlib.Path) -> str:
 
 
 def links(path: pathlib.Path) -> list[str]:
-    """Where links and images lead, but for other sites."""
+    """Targets of links and images, except those on other sites."""
     found = re.findall(r"\]\(([^)\s]+)\)", prose(path))
     return [target for target in found if not re.match(r"https?://", target)]
 

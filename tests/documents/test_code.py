@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the
 OWN_PACKAGE = markdown.ROOT / "examples" / "custom_kernel" / "README.md"
 PAGES = [path for path in markdown.files() if markdown.blocks(path) and path != OWN_PACKAGE]
 _ASSIGNMENTS = re.compile(r"^(\w+=\S* )+")
-# Commands that this test does not run, by their beginnings (but for variables of theirs): where they run, or why
-# nothing here can.
+# Commands that this test does not run, by their beginnings after variables: where they run instead, or why they cannot
+# run here.
 ELSEWHERE = {
     "make ": ".ci/run",
     "pip install": ".ci/package; the extra cuda13 is two gigabytes",
@@ -48,7 +48,7 @@ FRAMEWORKS = ("flax", "equinox", "haiku", "optax")
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """An empty one to run in, with a cache of its own."""
+    """An empty working folder, with a cache of its own."""
     isolate(monkeypatch, tmp_path / "cache")
     for op, families in catalogue.FAMILIES.items():
         monkeypatch.setitem(catalogue.FAMILIES, op, families)  # what a page registers is gone after it
@@ -64,7 +64,7 @@ def test_languages_are_known() -> None:
 
 
 def page(path: pathlib.Path) -> Any:
-    """Guides take long: `make test-all` runs them."""
+    """A parameter for a page. Guides take long, so only `make test-all` runs them."""
     marks = [pytest.mark.exhaustive] if path.parent.name == "guides" else []
     return pytest.param(path, id=markdown.name(path), marks=marks)
 
@@ -97,7 +97,7 @@ def script(text: str) -> str:
 
 
 def run(command: str, folder: pathlib.Path) -> None:
-    """With this interpreter as `python`, and with `jax-splitk`."""
+    """Runs a shell command with this interpreter as `python`, and with `jax-splitk`."""
     tools = folder.parent / "bin"
     if not tools.exists():
         tools.mkdir()

@@ -1,4 +1,4 @@
-"""The API reference has a row for each argument of a public function, and a line that says what it is for."""
+"""The docstring of each public function has an entry for each argument, and a first line that says what it is for."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ FUNCTIONS = [name for name in jax_splitk.__all__ if inspect.isfunction(getattr(j
 
 
 def entries(function: Callable[..., Any]) -> list[str]:
-    """What stands before the colons of a docstring's section of arguments."""
+    """The argument names in a docstring's section "Args"."""
     section = re.search(r"^Args:\n((?:  .*\n|\n)+)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
     return re.findall(r"^  (\S[^:]*):", section[1], re.MULTILINE) if section else []
 

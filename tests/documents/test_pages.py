@@ -1,4 +1,4 @@
-"""Links lead somewhere, the README is short, and its figures and the results' page are the reports'."""
+"""Links lead somewhere, the README is short, and the figures in README and results come from the reports."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ def test_links(path: pathlib.Path) -> None:
             assert anchor in markdown.anchors(target), f"{link}: no such heading"
 
 
-# Whose tables the results' page has.
+# The reports whose tables are on the results' page.
 REPORTS = (
     "wgrad_h200.json",
     "conv_h200*.json",
@@ -38,14 +38,14 @@ def test_the_readme_is_short() -> None:
 def test_the_results_page_has_the_figures_of_the_reports(pattern: str, tmp_path: pathlib.Path) -> None:
     """`python -m benchmarks.plot REPORT.json ... NAME.md` makes its tables."""
     plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
-    # Of quantized products, the largest weight first.
+    # Reports of quantized products, the largest weight first.
     found = sorted(map(str, (markdown.ROOT / "benchmarks/results").glob(pattern)))
     reports = sorted(found, key=features, reverse=True)
     assert plot.main([*reports, str(tmp_path / "table.md")]) == 0
     assert (tmp_path / "table.md").read_text() in (markdown.ROOT / "docs/results.md").read_text(encoding="utf-8")
 
 
-# The pages that quote what a report comes to.
+# The pages that quote summaries of reports.
 QUOTES = (
     ("README.md", "models_h200*.json"),
     ("README.md", "wgrad_h200.json"),
@@ -61,7 +61,7 @@ QUOTES = (
 
 
 def said(pattern: str, tmp_path: pathlib.Path) -> list[str]:
-    """The lines that benchmarks.plot writes of reports: sentences of pages, and rows of a table."""
+    """The lines that benchmarks.plot writes about reports: sentences for pages, and rows of a table."""
     plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
     reports = sorted(map(str, (markdown.ROOT / "benchmarks/results").glob(pattern)))
     assert plot.main([*reports, str(tmp_path / "text.txt")]) == 0
@@ -98,15 +98,15 @@ def test_one_figure_for_dense_filters(tmp_path: pathlib.Path) -> None:
 
 
 def features(report: str) -> int:
-    """Of a weight, in a report's name."""
+    """The number of features in a report's name."""
     found = re.search(r"(\d+)x\d+\.json$", report)
     return int(found[1]) if found else 0
 
 
 def test_troubleshooting_quotes_messages_of_the_source() -> None:
-    """What stands between the dots of each quoted message, in one of the package's files."""
+    """Each part between the dots of a quoted message must stand in one of the package's files."""
     package = markdown.ROOT / "jax_splitk"
-    # Literals that lines break, f-strings' values and what is escaped in them stand in a message's way.
+    # Line breaks in literals, values in f-strings and escapes interrupt a message's text.
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
     source = re.sub(r'"\s*\n\s*f?"', "", source)
     rows = re.findall(r"^\| `([^`]+)` \|", (markdown.ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The documentation's plots can be read where they are 400 pixels wide, and show the reports' figures."""
+"""The documentation's plots are legible at a width of 400 pixels, and show the reports' figures."""
 
 import pathlib
 import re
@@ -25,8 +25,8 @@ SHOWN, LEAST = 400, 9
 
 
 def sizes(path: pathlib.Path) -> list[float]:
-    """The font sizes of an SVG's texts, in the units of its viewBox: those that matplotlib drew as outlines of glyphs
-    (a font of 100 units, scaled) and those that are text."""
+    """The font sizes of an SVG's texts, in the units of its viewBox: of texts that matplotlib drew as outlines of
+    glyphs (a font of 100 units, scaled), and of real texts."""
     root = xml.etree.ElementTree.parse(path).getroot()
     found = []
     for element in root.iter():
@@ -41,7 +41,7 @@ def sizes(path: pathlib.Path) -> list[float]:
 
 
 def texts(path: pathlib.Path) -> list[str]:
-    """What matplotlib wrote beside each text that it drew."""
+    """The texts that matplotlib wrote as comments beside its outlines."""
     return re.findall(r'<g id="text_\d+">\s*<!-- (.*?) -->', path.read_text(encoding="utf-8"), re.DOTALL)
 
 

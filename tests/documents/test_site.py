@@ -1,4 +1,4 @@
-"""`make docs`: no page has a dead link, also where pages are opened as files, and notebooks show their outputs."""
+"""`make docs`: no page has a dead link, also when pages are opened as files, and notebooks show their outputs."""
 
 import html.parser
 import json
@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-    """What a page links to or loads, and the anchors that it has."""
+    """The links and loaded files of a page, and its anchors."""
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_home_has_previous_and_next_and_a_switch_to_dark(site: pathlib.Path) -> 
 
 
 def test_the_api_has_a_row_for_each_argument(site: pathlib.Path) -> None:
-    """A row that merges several has a comma in its name, and a signature that is not wrapped one long line."""
+    """A merged row would have a comma in its name, and a signature that is not wrapped would be one long line."""
     page = (site / "reference" / "api.html").read_text(encoding="utf-8")
     names = re.findall(r'<tr class="doc-section-item">\s*<td>\s*<code>([^<]*)</code>', page)
     assert len(names) > 80

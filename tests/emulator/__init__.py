@@ -1,13 +1,13 @@
-"""Runs a plan of CUDA kernels on the CPU: its device source, compiled by g++, with stand-ins for what Hopper has.
+"""Runs a plan of CUDA kernels on the CPU: g++ compiles its device source with stand-ins for Hopper's features.
+Emulated, as PTX's documentation describes them: thread blocks and clusters, functions of warps and blocks, mbarriers,
+TMA (tiled, im2col, multicast, bulk), mma and WGMMA. Not emulated: timing, memory ordering and proxy fences, the
+precision of tensor cores (sums are fp32), registers, asynchronous reads of registers.
 
-What is emulated: thread blocks and clusters, warps' and blocks' functions, mbarriers, TMA (tiled, im2col, multicast,
-bulk), mma and WGMMA, by what PTX's documentation says of them. What is not: the time that things take, memory ordering
-and proxy fences, the precision of tensor cores (sums are fp32), registers, asynchronous reads of registers.
-
-The headers here take the place of `kernels/device/ptx.cuh`, of `async.cuh` and of all that a source includes by <...>;
-every other file of the package is compiled as it is. They declare, and the `.cc` files define: these become a library
-that all kernels of a run share, so that g++ spends its time on a kernel's own code. The order of threads and copies and
-the warp that is late are drawn by a seed when a kernel runs. A source with the same macros is built once a run.
+The headers here take the place of `kernels/device/ptx.cuh`, of `async.cuh` and of all headers that a source includes by
+<...>; every other file of the package is compiled unchanged. The headers declare functions, and the `.cc` files define
+them. These become a library that all kernels of a run share, so that g++ compiles only a kernel's own code each time.
+When a kernel runs, a seed determines the order of threads and copies, and which warp is late. A source is built once in
+a run for each set of macros.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam
 _FOLDER = pathlib.Path(__file__).parent
 _HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "async.h", "launch.h")
 _RUNTIME = ("counters.cc", "threads.cc", "memory.cc", "cute.cc", "launch.cc")
-# A block's variables are its own, not those of another library in which they have the same name.
+# Each library keeps its own variables, even if another library has variables of the same name.
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
 # The folder that all processes of a run share (tests/conftest.py); not that of a test with a cache of its own.
 _SHARED = os.environ.get("JAX_SPLITK_CACHE_DIR")
@@ -40,13 +40,13 @@ _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """What warps did at one place of the source.
+    """The accesses of warps at one place of the source.
 
     Attributes:
-      function, statement: where.
-      kind: shared or global memory, and by which instruction.
-      bytes: of a lane.
-      requests: instructions of warps.
+      function, statement: the place.
+      kind: shared or global memory, and the instruction.
+      bytes: bytes of a lane.
+      requests: number of warps' instructions.
       paid, ideal: wavefronts of shared memory, or lines of 128 bytes of global memory; without conflicts and gaps.
     """
 
@@ -60,7 +60,7 @@ class Access:
 
 
 class EmulationError(AssertionError):
-    """A kernel did what a GPU would not have survived, or would wait for ever."""
+    """A kernel made an error that would crash a GPU, or waits forever."""
 
 
 def run(
@@ -73,15 +73,15 @@ def run(
     """Runs all launches of a plan, one after the other.
 
     Args:
-      plan: what is run.
-      inputs: its operands, of the sizes in bytes that its buffers have.
-      outputs: its results but for the workspace, which are overwritten, starting as NaN, as the workspace does.
-      seed: of the order in which threads run and copies arrive, and of the warp of a block that is late.
-      accesses: gets what the kernels' accesses to memory cost; slower.
+      plan: the plan.
+      inputs: its operands, with the sizes in bytes of its buffers.
+      outputs: its results without the workspace. They are overwritten; results and workspace start as NaN.
+      seed: determines the order of threads and copies, and the late warp of each block.
+      accesses: gets the costs of the kernels' memory accesses; makes the run slower.
 
     Raises:
-      EmulationError: a wait that nothing ends, an arrival or access that is wrong, a write outside of an output, an
-        `__ldg` outside of the buffers.
+      EmulationError: an endless wait, a wrong arrival or access, a write outside of an output, an `__ldg` outside of
+        the buffers.
     """
     runtime, library = _compiled(plan)
     arrays = [*inputs, *outputs]
@@ -176,7 +176,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib.Path:
-    """What g++ makes of a text, which is kept by its content. Of several processes that want it one makes it."""
+    """The file that g++ makes of a text, kept by its content. If several processes want it, one makes it."""
     folder = pathlib.Path(_SHARED if _SHARED is not None else _own_folder().name, "emulator")
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256("\n".join((text, *options)).encode()).hexdigest()[:24]
@@ -200,13 +200,13 @@ def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib
 
 
 def _with(header: pathlib.Path) -> list[str]:
-    """The options that make a library of a text which follows a header that was compiled ahead."""
+    """The options that make a library of a text that follows a precompiled header."""
     return [*_OPTIONS, "-shared", "-include", str(header), "-x", "c++"]
 
 
 @functools.cache
 def _runtime() -> tuple[pathlib.Path, pathlib.Path]:
-    """The stand-ins' header, and the library of what need not be compiled with each kernel."""
+    """The stand-ins' header, and the library of the code that all kernels share."""
     stand_ins, code = ("\n".join((_FOLDER / name).read_text() for name in names) for names in (_HEADERS, _RUNTIME))
     header = _built("stand_ins", ".h.gch", stand_ins, [*_OPTIONS, "-x", "c++-header"]).with_suffix("")
     return header, _built("runtime", ".so", code, _with(header))

@@ -1,7 +1,7 @@
-"""What accesses to memory cost, of the runs of tests/every_kernel.py: `python -m tests.emulator.conflicts [WORD ...]`.
+"""The costs of memory accesses in the runs of tests/every_kernel.py: `python -m tests.emulator.conflicts [WORD ...]`.
 
-Prints, for every family whose name has one of the words, the places where warps of its kernels pay the most beyond what
-they would without bank conflicts (wavefronts of shared memory) and gaps (lines of global memory), over all its runs.
+Prints, for every family whose name has one of the words, the places where its kernels lose the most to bank conflicts
+(wavefronts of shared memory) and gaps (lines of global memory), over all its runs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def measured(run: every_kernel.Run) -> list[Access]:
 
 
 def summed(accesses: Iterable[Access]) -> list[Access]:
-    """One for each place and kind; those that pay the most beyond the ideal first."""
+    """One access for each place and kind, those that lose the most first."""
     sums: dict[tuple[str, str, str, int], list[int]] = collections.defaultdict(lambda: [0, 0, 0])
     for a in accesses:
         numbers = sums[a.function, a.statement, a.kind, a.bytes]

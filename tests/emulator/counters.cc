@@ -1,4 +1,4 @@
-// Counts what accesses cost (counters.h).
+// Counts the costs of accesses (counters.h).
 
 #include <set>
 #include <tuple>
@@ -41,9 +41,9 @@ struct Cost {
 };
 
 bool counting = false;
-std::map<Place, Cost> costs;  // of all blocks that are over
+std::map<Place, Cost> costs;  // accesses of all finished blocks
 
-// Of a block, by its threads' numbers.
+// A block's accesses, by the numbers of its threads.
 class Counter {
   struct Thread {
     unsigned meetings = 0;
@@ -91,7 +91,7 @@ void count_meeting() {
   if (counting) self->block->counter->meet(self->number);
 }
 
-// A line each: function, line, kind, bytes of a lane, requests, paid, ideal.
+// One line for each place: function, line, kind, bytes of a lane, requests, paid, ideal.
 std::string counted() {
   std::string text;
   for (const auto& [place, cost] : costs) {

@@ -1,4 +1,4 @@
-// What CUDA C++ has of its own: qualifiers, indices, vectors, 16- and 8-bit numbers, warps' and blocks' functions.
+// CUDA's additions to C++: qualifiers, indices, vectors, 16- and 8-bit numbers, functions of warps and blocks.
 
 #include <cmath>
 #include <type_traits>

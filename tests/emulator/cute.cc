@@ -60,7 +60,7 @@ void multiply(Product* const* threads, const Shape& shape) {
   }
 }
 
-// Of the 128 threads of a warpgroup.
+// The sums of the 128 threads of a warpgroup.
 void multiply(Product* const* threads) {
   const Shape& shape = *threads[0]->shape;
   switch (shape.kind) {
@@ -76,13 +76,13 @@ std::vector<Product>& open_batch() {
 }
 
 void commit_batch() {
-  ++self->fences;  // what products have in registers was loaded before they were issued
+  ++self->fences;  // operands in registers were loaded before the products were issued
   Warpgroup& group = self->block->warpgroups[self->number / 128];
   const int thread = self->number % 128;
   group.committed[thread].push_back(std::move(group.open[thread]));
   group.open[thread].clear();
   const size_t mine = ++group.count[thread];
-  // The instruction is one of whole warps (.sync.aligned): no lane goes on before the others have come.
+  // The instruction needs whole warps (.sync.aligned): no lane continues before the others arrive.
   const size_t* warp = group.count + thread / 32 * 32;
   wait_until("wgmma.commit_group", [=] { return *std::min_element(warp, warp + 32) >= mine; });
 }

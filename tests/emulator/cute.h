@@ -4,7 +4,7 @@ namespace emulator {
 
 enum class Kind { BF16, F16, TF32, E4M3 };
 
-// Of a product of 64xK by KxN elements: A in registers, operands that lie in memory with M or N innermost.
+// A product of 64xK by KxN elements. A may be in registers, and operands in memory may have M or N innermost.
 struct Shape {
   int n, k;
   Kind kind;
@@ -14,7 +14,7 @@ struct Shape {
 // The running thread's products that are in no batch yet.
 std::vector<Product>& open_batch();
 void commit_batch();
-// A batch is multiplied when it is waited for, not before: what it reads must have stayed until then.
+// A batch is multiplied only when the kernel waits for it: its operands must stay until then.
 void wait_batches(size_t pending);
 
 }  // namespace emulator
@@ -41,7 +41,7 @@ template <int N, int K, emulator::Kind KIND, bool REGISTERS, Major A, Major B>
 struct Mma {
   static constexpr emulator::Shape SHAPE = {N, K, KIND, REGISTERS, A == Major::MN, B == Major::MN};
 
-  // The addresses of its sums, the first of which the others follow, and of how they begin.
+  // The address of its first sum, which the others follow, and that of their initial values.
   static void enqueue(emulator::Product product, const void* const (&rest)[N / 2 + 1]) {
     product.sums = static_cast<float*>(const_cast<void*>(rest[0]));
     product.zero = *static_cast<const ScaleOut*>(rest[N / 2]) == ScaleOut::Zero, product.shape = &SHAPE;

@@ -1,4 +1,4 @@
-// What Python calls, and the parameters that a kernel may be given.
+// The functions that Python calls, and the parameters of a kernel.
 
 namespace emulator {
 
@@ -21,7 +21,7 @@ const char* said(const std::string& text) {
 
 }  // namespace emulator
 
-// Before the launches of a plan: its buffers, and whether accesses are counted, anew.
+// Call before the launches of a plan: sets its buffers, and whether accesses are counted.
 extern "C" void begin(const emulator::Bytes* buffers, int count, bool counting) {
   emulator::buffers.assign(buffers, buffers + count);
   emulator::counting = counting, emulator::costs.clear();

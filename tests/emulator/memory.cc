@@ -70,7 +70,7 @@ void wait_stores_read(size_t pending) {
   });
 }
 
-// A map as the plan's words say it (runtime/plan.py), and the address of its buffer.
+// A tensor map in the plan's words (runtime/plan.py), and the address of its buffer.
 struct Map {
   bool im2col;
   bool tf32;
@@ -106,7 +106,7 @@ struct Map {
     if (swizzle != 0 && inner > 16 << swizzle) fail("a tensor map's box of rows longer than the swizzle");
   }
 
-  // Where an element is, null outside of the tensor. Addresses wrap at 2**64.
+  // The address of an element, null outside of the tensor. Addresses wrap at 2**64.
   const uint8_t* element(const int64_t* at) const {
     uint64_t place = reinterpret_cast<uint64_t>(from);
     for (int i = 0; i < rank; ++i) {
@@ -125,7 +125,7 @@ struct Map {
     if (tf32) round_to_tf32(target);
   }
 
-  // To nearest, ties to even; infinity and NaN stay.
+  // Rounds to nearest, ties to even; infinity and NaN stay.
   static void round_to_tf32(uint8_t* at) {
     uint32_t bits;
     std::memcpy(&bits, at, 4);
@@ -140,7 +140,7 @@ struct Map {
     return count;
   }
 
-  // visit(place in the tensor, number of the element) for each of a box.
+  // Calls visit(place in the tensor, number of the element) for each element of a box.
   template <class Visit>
   void for_box(const int64_t* at, const Visit& visit) const {
     const int count = bytes() / item;
@@ -162,7 +162,7 @@ struct Map {
     });
   }
 
-  // From a window's origin on, through the bounding box of origins; `offsets` are within the window.
+  // Visits from a window's origin on, through the bounding box of origins; `offsets` are within the window.
   void load_im2col(uint8_t* window, uint32_t to, const int64_t* at, const int64_t* offsets) const {
     int64_t origin[5];
     for (int d = 0; d < rank; ++d) origin[d] = at[d];
@@ -184,8 +184,8 @@ struct Map {
   }
 };
 
-// Loads to the same place of each block of the mask. A GPU takes an innermost coordinate that is not at a multiple of 16
-// bytes for an illegal instruction.
+// Loads to the same place of each block of the mask. On a GPU, an innermost coordinate that is not at a multiple of 16
+// bytes is an illegal instruction.
 template <class Load>
 void load_map(const Map& map, int64_t innermost, uint32_t full, uint32_t to, uint32_t mask, const Load& load) {
   if (to % (map.swizzle ? 128 : 16)) fail("a tensor map's load to " + std::to_string(to));
@@ -209,7 +209,7 @@ void store_box(const void* map, int rank, const void* from, const int32_t* coord
   const Map m(static_cast<const uint64_t*>(map));
   if (m.im2col || m.rank != rank) fail("a store of another rank than its tensor map");
   const std::array<int64_t, 5> at = place(coordinates, rank);
-  // For which a GPU, too, reports an illegal instruction.
+  // A GPU, too, reports an illegal instruction for this.
   if (std::any_of(at.begin(), at.end(), [](int64_t i) { return i < 0; })) fail("a store to a negative coordinate");
   const uint32_t source = address(from);
   if (source % (m.swizzle ? 128 : 16)) fail("a tensor map's store from " + std::to_string(source));

@@ -26,7 +26,7 @@ inline uint32_t address(const void* p) {
   if (offset <= 0 || offset > OFFSET) fail("a pointer that is not to shared memory");
   return offset;
 }
-// Takes note that this thread loads up to 16 bytes from there.
+// Records that this thread loads up to 16 bytes from there.
 void note_read(uint32_t address);
 // Loads may still be under way when their thread arrives at a barrier: only a fence keeps a copy behind them.
 void check_read(const Block& block, uint32_t to, int bytes);
@@ -35,7 +35,7 @@ inline uint32_t in_block(uint32_t address, uint32_t rank) { return (address & OF
 // ---- barriers ----------------------------------------------------------------------------------------------
 
 struct Barrier {
-  int32_t bytes;  // that are announced and have not come
+  int32_t bytes;  // announced bytes that have not arrived
   uint32_t phase : 1, expected : 15, pending : 16;
 
   void advance() {
@@ -53,7 +53,7 @@ static_assert(sizeof(Barrier) == 8);
 
 inline Barrier& barrier(uint32_t address) { return *pointer<Barrier>(address); }
 
-// Until the phase of that parity is complete. `what` names the wait in errors.
+// Waits until the phase of that parity is complete. `what` names the wait in errors.
 inline void wait_phase(Barrier& barrier, uint32_t phase, const char* what) {
   wait_until(what, [&barrier, phase] { return barrier.phase != (phase & 1); });
 }
@@ -64,13 +64,13 @@ inline uint32_t swizzle(uint32_t address, int mode) {  // CUtensorMapSwizzle
   return mode == 0 ? address : address ^ ((address >> 7 & ((1 << mode) - 1)) << 4);
 }
 
-// By a thread: of `bytes`, the rest of `size` becomes zeros; done when it is waited for, not before.
+// A thread's copy of `bytes`; the rest of `size` becomes zeros. It happens when the thread waits for it, not before.
 void copy_async(uint32_t to, const void* from, int bytes, int size);
 void commit_copies();
 void wait_copies(size_t pending);
-void do_copies();  // all that are not committed
+void do_copies();  // commits all copies that are not committed
 
-// At a later moment, of bytes that the barrier counts.
+// A copy at a later moment, whose bytes the barrier counts.
 void copy_bulk(uint32_t to, const void* from, int bytes, Barrier& barrier);
 void store_async(uint32_t to, const float4& value, Barrier& barrier);
 void wait_stores_read(size_t pending);
@@ -79,7 +79,7 @@ void wait_stores_read(size_t pending);
 // barriers count the bytes; a store is under way until `wait_stores_read` has waited for it.
 void load_box(const void* map, int rank, uint64_t* full, uint32_t mask, const void* to, const int32_t* at);
 void store_box(const void* map, int rank, const void* from, const int32_t* at);
-// From the origin of a window, the channel's first; `offsets` are within the window.
+// Copies from the origin of a window, the channel's coordinate first; `offsets` are within the window.
 void load_window(const void* map, int rank, uint64_t* full, const void* to, const int32_t* at, const int32_t* offsets);
 
 inline uint32_t own_mask() { return 1u << self->block->rank; }

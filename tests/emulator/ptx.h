@@ -28,7 +28,7 @@ void store_matrices(uint32_t address, const uint32_t (&v)[COUNT], const Site& si
   const int lane = self->number % 32;
   const auto given = exchange(~0u, {address, v[0], v[1], v[COUNT - 2], v[COUNT - 1]}, "stmatrix");
   if (lane == 0) count_matrices("stmatrix.shared", COUNT, given, site);
-  // A lane stores the row that it has the address of.
+  // Each lane stores the row at its address.
   for (int column = 0; column < 8 && lane < 8 * COUNT; ++column) {
     const int row = lane % 8, matrix = lane / 8;
     const int r = TRANSPOSED ? column : row, c = TRANSPOSED ? row : column;
@@ -95,7 +95,7 @@ inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4], SITE)
   emulator::store_matrices<true>(address, v, site);
 }
 namespace emulator {
-// d += a * b of 16xK and Kx8 elements, by a warp. Of every 8 of K a lane has two registers of a and one of b.
+// d += a * b for 16xK and Kx8 elements, by a warp. For every 8 of K a lane has two registers of a and one of b.
 template <class Element, int K>
 void mma(float (&d)[4], const uint32_t (&a)[K / 4], const uint32_t (&b)[K / 8]) {
   const int lane = self->number % 32;

@@ -14,7 +14,7 @@ constexpr int STACK = 256 * 1024;
 Dim grid, block_size;
 thread_local Fiber* self;
 
-// What a cluster has while it runs.
+// The state of a running cluster.
 struct Running : Cluster {
   const Run* run;
   std::mutex turn;
@@ -55,7 +55,7 @@ void wait_until(const char* what, bool (*ready)(const void*), const void* on) {
 
 void later(std::function<void()> work) { self->block->background.push_back(std::move(work)); }
 
-// An error of the kernel: nothing runs any more.
+// Reports an error of the kernel: nothing runs any more.
 [[noreturn]] void fail(const std::string& text) {
   Fiber* fiber = self;
   if (fiber != nullptr) {
@@ -78,7 +78,7 @@ void start() {
   Cluster* cluster = fiber->block->cluster;
   fiber->done = true;
   --fiber->block->live, --cluster->live;
-  // Of those who have come to a meeting, and of those it waits for, only the living are counted.
+  // A meeting counts only threads that have not ended, among those that have come and those that must come.
   if (fiber->cluster_since == cluster->meeting.generation) --cluster->meeting.arrived;
   for (;;) swapcontext(&fiber->context, &fiber->block->scheduler);
 }
@@ -88,7 +88,7 @@ std::vector<void*>& stacks() {
   return free;
 }
 
-// One after the other, all fibers that can, of the late warp or of the others; whether there was one.
+// Runs, one after the other, all ready fibers of the late warp or of the other warps. Returns whether there was one.
 bool run_fibers(Block& block, Order& order, bool late) {
   bool moved = false;
   const size_t first = order.random() % block.fibers.size(), count = block.fibers.size();
@@ -108,7 +108,7 @@ bool run_fibers(Block& block, Order& order, bool late) {
 bool run_round(Block& block, Order& order) {
   bool moved = run_fibers(block, order, false);
   if (!moved && !order.very_late) moved = run_fibers(block, order, true);
-  // Some of what is in the background; of what nobody can go on without, one at least.
+  // Runs some of the background copies; at least one if no fiber can continue without them.
   std::vector<std::function<void()>> kept, run;
   const bool none = moved && order.slow_copies;
   for (auto& work : block.background) (none || order.random() % 2 ? kept : run).push_back(std::move(work));
@@ -139,7 +139,7 @@ void run_block(Block& block, unsigned seed) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, start, 0);
   }
-  // The others' shared memory is there before anybody runs.
+  // All blocks' shared memory exists before any block runs.
   for (;;) {
     bool all = true;
     for (const Block& other : cluster.blocks) all = all && other.window != nullptr;
@@ -154,7 +154,7 @@ void run_block(Block& block, unsigned seed) {
     const auto now = std::chrono::steady_clock::now();
     const bool moved = cluster.progress != seen;
     if (moved) seen = cluster.progress, since = now;
-    // Nobody else can end what the threads of a block without a cluster wait for.
+    // Without a cluster, no other block can end the waits of this block's threads.
     if (!moved && (cluster.blocks.size() == 1 || now - since > std::chrono::seconds(3))) {
       std::string text = "deadlock:";
       int listed = 0;
@@ -183,7 +183,7 @@ const uint32_t (*exchange(uint32_t mask, const uint32_t* mine, int count, const 
   ++e.arrived;
   Block* block = self->block;
   wait_until(what, [&e, since, mask, warp, block] {
-    int expected = 0;  // who has ended does not come
+    int expected = 0;  // threads that have ended do not come
     for (int i = 0; i < 32; ++i) {
       const size_t number = 32 * warp + i;
       if (mask >> i & 1 && number < block->fibers.size() && !block->fibers[number].done) ++expected;
@@ -213,7 +213,7 @@ void cluster_wait() {
   wait_until("cluster_wait", [=] { return cluster->meeting.is_over(since, cluster->live); });
 }
 
-// Runs all blocks of a grid; what is wrong, or "".
+// Runs all blocks of a grid. Returns the error, or "".
 std::string run_grid(const Run& run) {
   grid = run.grid, block_size = run.block;
   const Dim block = run.block, cluster_size = run.cluster;
@@ -239,7 +239,7 @@ std::string run_grid(const Run& run) {
             f.number = i, f.block = &b;
           }
         }
-        // A thread each, for thread-local storage is what a block has for itself.
+        // Each block runs in a system thread of its own, since thread-local storage holds a block's own variables.
         std::vector<std::thread> threads_of_blocks;
         for (int rank = 0; rank < blocks; ++rank) {
           threads_of_blocks.emplace_back([&, rank] { run_block(cluster.blocks[rank], seed + rank); });

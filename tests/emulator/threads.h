@@ -1,9 +1,9 @@
 // Threads of a thread block as fibers, blocks of a cluster as threads of the system that take turns.
 //
-// A fiber runs until it waits for something. Which of those that may go on does so next is drawn by a seed. One warp of
-// each thread block, drawn as well, is late: it goes on when no other of the block can, in half of the draws not even
-// after a copy. What is done in the background (copies) is queued, and done at a later moment, drawn as well; in half of
-// the draws once nobody can go on. A wait that nothing ends is an error that names who waits for what.
+// A fiber runs until it waits for something. A seed determines which ready fiber runs next. It also chooses one late
+// warp in each thread block: this warp runs only when no other warp of the block can, in half of the draws not even
+// after a copy. Background work (copies) is queued and runs at a later, random moment; in half of the draws only when
+// no fiber can continue. An endless wait is an error that names the threads and what they wait for.
 
 #include <ucontext.h>
 
@@ -25,7 +25,7 @@ struct Dim {
 
 constexpr int WINDOW = 227 * 1024;
 
-// Of those who meet: how often they have, and who has come.
+// A meeting of threads: how often they have met, and which have come.
 struct Meeting {
   int arrived = 0;
   unsigned generation = 0;
@@ -50,7 +50,7 @@ struct Product {  // a thread's part of a WGMMA
 
 struct Warpgroup {
   std::vector<Product> open[128];
-  std::deque<std::vector<Product>> committed[128];  // those that are not complete
+  std::deque<std::vector<Product>> committed[128];  // barriers whose phase is not complete
   size_t count[128] = {}, complete = 0;
 };
 
@@ -62,10 +62,10 @@ struct Fiber {
   Block* block;
   ucontext_t context;
   bool done = false;
-  unsigned cluster_since = ~0u;  // which meeting of the cluster it has come to
-  std::vector<std::function<void()>> copies;  // its own, of no group yet
+  unsigned cluster_since = ~0u;  // the cluster's meeting to which it has come
+  std::vector<std::function<void()>> copies;  // its own copies, in no group yet
   std::deque<std::vector<std::function<void()>>> groups;
-  unsigned fences = 0;  // of its accesses to shared memory, for copies that follow them
+  unsigned fences = 0;  // fences of its accesses to shared memory, before later copies
   std::deque<int> stores = {0};  // of TMA, of each group, whose bytes have not been read; the last group is open
   // What it waits for.
   bool (*ready)(const void*) = nullptr;
@@ -75,7 +75,7 @@ struct Fiber {
 
 struct Cluster;
 
-// Who read a place in shared memory last, and how many fences it had come to.
+// The last reader of a place in shared memory, and how many fences it had passed.
 struct Reader {
   const Fiber* fiber = nullptr;
   unsigned fences = 0;
@@ -90,9 +90,9 @@ struct Block {
   ucontext_t scheduler;
   int live = 0;
   std::vector<std::function<void()>> background;
-  std::vector<Reader> readers;  // of each 16 bytes of the window
+  std::vector<Reader> readers;  // for each 16 bytes of the window
   std::map<int, Meeting> barriers;
-  std::map<std::pair<int, uint32_t>, Exchange> exchanges;  // by warp and mask
+  std::map<std::pair<int, uint32_t>, Exchange> exchanges;  // meetings by warp and mask
   std::vector<Warpgroup> warpgroups;
   Counter* counter = nullptr;
 };
@@ -119,17 +119,17 @@ void wait_until(const char* what, const Ready& ready) {
   wait_until(what, [](const void* on) { return (*static_cast<const Ready*>(on))(); }, &ready);
 }
 
-// Done at a later moment.
+// Runs `work` at a later moment.
 void later(std::function<void()> work);
 
-// What each lane of the mask gives, in words; returns when all have given theirs.
+// Exchanges the words of each lane in the mask; returns when all lanes have given theirs.
 const uint32_t (*exchange(uint32_t mask, const uint32_t* mine, int count, const char* what))[8];
 template <int N>
 const uint32_t (*exchange(uint32_t mask, const uint32_t (&mine)[N], const char* what))[8] {
   return exchange(mask, mine, N, what);
 }
 
-// Waits until so many threads have come to a barrier of the block; 0: all that have not ended.
+// Waits until `count` threads have come to a barrier of the block; 0: all threads that have not ended.
 void sync(int barrier, int threads, const char* what);
 void arrive(int barrier);
 void cluster_arrive();
@@ -147,6 +147,6 @@ struct Run {
 std::string run_grid(const Run& run);
 // What is wrong with the sizes of a plan's parameters, or "".
 std::string check_parameters(const int* wanted, int parameters, const int* bytes, int count);
-const char* said(const std::string& text);  // kept until the next one
+const char* said(const std::string& text);  // kept until the next call
 
 }  // namespace emulator

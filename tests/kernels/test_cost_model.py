@@ -45,7 +45,7 @@ def test_a_damaged_file_of_rates_is_said(
 ) -> None:
     data = json.loads(cost_model.path_for("NVIDIA H200").read_text())
     monkeypatch.setattr(cost_model, "FOLDER", tmp_path)
-    kind = f"NVIDIA {tmp_path}"  # a name that nothing remembers
+    kind = f"NVIDIA {tmp_path}"  # a device name that no cache has
     cost_model.path_for(kind).write_text(damage(data))
     with pytest.raises(ValueError, match=message) as error:
         cost_model.rates("cuda", kind)
@@ -106,7 +106,7 @@ def test_estimates_do_not_depend_on_what_is_estimated_beside() -> None:
 
 
 def test_every_part_of_a_works_time_counts() -> None:
-    """More of any of it takes longer."""
+    """More work of any kind takes longer."""
     rates = cost_model.rates("cuda", DEFAULT_CUDA.device_kind)
     one = Work(**{f.name: 1e6 for f in dataclasses.fields(Work) if f.type is float} | {"memory_share": 0.5, "waves": 2})
     (least,) = cost_model.spent([one], rates).seconds
@@ -125,7 +125,8 @@ def test_a_family_from_outside_is_estimated_by_the_rates_alone() -> None:
 
 
 def test_devices_differ_by_their_rates() -> None:
-    """An unknown device has an H200's, a known one without times of its own the share of memory of its data sheet."""
+    """An unknown device has an H200's rates. A known device without recorded times has the memory rate of its data
+    sheet."""
     h200, h100 = (cost_model.rates("cuda", target.device_kind) for target in (DEFAULT_CUDA, H100))
     assert cost_model.rates("cuda", "NVIDIA another") == h200
     assert 0.6 < h100.memory_bytes / h200.memory_bytes < 0.8
@@ -147,7 +148,7 @@ def test_clusters_that_run_at_a_time_fit_the_machine() -> None:
 
 
 def test_every_family_has_an_uncertainty() -> None:
-    """It is what held-out times say."""
+    """The uncertainty follows from held-out times."""
     for _, family in EVERY:
         assert family.uncertainty(None, DEFAULT_CUDA if family.platform == "cuda" else CPU) > 0
     learned = cost_model.residual(cost_model.FOLDER)
@@ -155,7 +156,7 @@ def test_every_family_has_an_uncertainty() -> None:
 
 
 def test_xlas_time_is_known_where_it_was_measured() -> None:
-    """Of the problems of the suites, within the uncertainty that is said."""
+    """Estimates for the suites' problems are within the stated uncertainty."""
     products = [r for r in records.read([records.DATA / "dot_h200.jsonl"]) if r.kind == "suite"]
     found = [*records.shipped(DEFAULT_CUDA), *products]
     errors = []
@@ -177,7 +178,7 @@ def test_xlas_time_is_not_known_elsewhere(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
 def test_xla_takes_longer_for_a_wider_result(kernel: tuple[int, int]) -> None:
-    """It converts the operands of a weight gradient to float32. A roofline's time for one that is not wider."""
+    """XLA converts a weight gradient's operands to float32 for it."""
     problem = Case("conv", 16, 32, 32, 512, 512, kernel).problem()
     same, wider = (
         xla.estimate(dataclasses.replace(problem, out_dtype=d), DEFAULT_CUDA) for d in ("bfloat16", "float32")

@@ -1,5 +1,5 @@
-"""examples/custom_kernel: families from outside of the package, with a device source and with a C++ handler of their
-own. `.ci/package` installs it as a package; here its handler is compiled on its own."""
+"""examples/custom_kernel: families from another package, one with a device source and one with a C++ handler.
+`.ci/package` installs this package; here only its handler is compiled."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs the host f
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The imported package, with its handler where pybind11 is there to bind it."""
+    """The imported package, with its handler if pybind11 is there to bind it."""
     folder = tmp_path_factory.mktemp("custom") / "pointwise_kernels"
     shutil.copytree(EXAMPLE / "src" / "pointwise_kernels", folder)
     if importlib.util.find_spec("pybind11") is None:
@@ -62,7 +62,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of the device source alone, which needs no handler; registered."""
+    """The module of the device source alone, which needs no handler, with its family registered."""
     alone = types.ModuleType("pointwise_alone")
     alone.__path__ = [str(EXAMPLE / "src" / "pointwise_kernels")]
     monkeypatch.setitem(sys.modules, "pointwise_alone", alone)
@@ -131,7 +131,7 @@ def test_the_device_source_compiles(cuda: Any) -> None:
 def test_a_family_takes_a_module_a_device_source_and_a_line(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """Selection, search, keys, entries and explicit configs see it."""
+    """Selection, search, keys, entries and explicit configs accept it."""
     isolate(monkeypatch, tmp_path)
     family, config = cuda.FAMILY, cuda.Config
     problem = Case("1x1", 2, 9, 8, 6, 10, (1, 1), dtype="float32").problem()
@@ -183,7 +183,7 @@ def test_headers_beside_the_source_come_first(cuda: Any, tmp_path: pathlib.Path)
 
 
 def test_a_compilers_errors_name_the_files_and_their_lines(cuda: Any, tmp_path: pathlib.Path) -> None:
-    """The structs and headers of the package stand in the text before and between them."""
+    """Also if the package's structs and headers precede and interrupt them in the text."""
     (tmp_path / "mine.cuh").write_text('#include "device/ptx.cuh"\n\nconstexpr int MINE = in_mine;\n')
     lines = (
         '#include "structs.cuh"',
@@ -201,7 +201,7 @@ def test_a_compilers_errors_name_the_files_and_their_lines(cuda: Any, tmp_path: 
     found = re.findall(r'^(\S+)\((\d+)\): error: identifier "(\w+)"', str(raised.value), re.MULTILINE)
     own, mine = str(tmp_path / "own.cu"), str(tmp_path / "mine.cuh")
     assert found == [(mine, "3", "in_mine"), (own, "5", "in_own"), (own, "8", "at_the_end")]
-    # What identifies a compilation has no paths.
+    # The identity of a compilation has no paths.
     (tmp_path / "moved").mkdir()
     for name in ("own.cu", "mine.cuh"):
         shutil.copy(tmp_path / name, tmp_path / "moved")
@@ -210,7 +210,7 @@ def test_a_compilers_errors_name_the_files_and_their_lines(cuda: Any, tmp_path: 
 
 
 def test_a_kernel_imports_what_is_public_only() -> None:
-    """The example package and the page; the reference has all of it."""
+    """The example package and the page import public names only, and the reference has all of these."""
     page = (EXAMPLE.parents[1] / "docs" / "own-kernel.md").read_text()
     texts = [*re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
     texts += [path.read_text() for path in EXAMPLE.glob("src/pointwise_kernels/*.py")]

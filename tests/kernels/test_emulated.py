@@ -1,4 +1,4 @@
-"""Every kernel on the CPU, in the emulator, and that it finds what a GPU would not survive."""
+"""Every kernel on the CPU, in the emulator; and the emulator finds errors that would crash a GPU."""
 
 import pathlib
 import re
@@ -20,7 +20,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS)
 def test_exact_on_integers(run: every_kernel.Run) -> None:
-    """In an order of threads and copies that is drawn."""
+    """The order of threads and copies is random."""
     assert run.family.refusal(run.problem, run.config) is None
     operands, exact = run.operands()
     out = np.zeros(exact.shape, exact.dtype)
@@ -42,7 +42,7 @@ USE = "out[threadIdx.x] = load_shared<float>(data + threadIdx.x * 4);"
 
 
 def run(folder: pathlib.Path, text: str, accesses: list[emulator.Access] | None = None, seed: int = 0) -> np.ndarray:
-    """out, of 64 elements as x, of a kernel with this body."""
+    """Runs a kernel with this body on 64 elements x, and returns its 64 elements out."""
     (folder / "kernel.cu").write_text(START + text + "\n}\n")
     source = Source(str(folder / "kernel.cu"), ())
     launch = Launch("kernel", (1, 1, 1), (64, 1, 1), (Pointer(0), Pointer(1)), 1024)
@@ -69,7 +69,7 @@ def test_what_is_waited_for_has_come(tmp_path: pathlib.Path) -> None:
     ("if (threadIdx.x < 32) sync_threads<64, 1>();", "waits at sync_threads"),
 ])  # fmt: skip
 def test_what_a_gpu_would_not_survive(text: str, error: str, tmp_path: pathlib.Path) -> None:
-    """In some order of threads and copies."""
+    """Some order of threads and copies shows the error."""
     with pytest.raises(emulator.EmulationError, match=error):
         for seed in range(8):
             run(tmp_path, text, seed=seed)
@@ -84,7 +84,7 @@ OVERTAKES = """for (Position at; at.phase < 2; ++at.phase) {
 
 @pytest.mark.parametrize("meet", [True, False])
 def test_a_late_warp_is_found(meet: bool, tmp_path: pathlib.Path) -> None:
-    """One that is a phase behind, because the producer does not wait for it."""
+    """A warp is a phase behind, because the producer does not wait for it."""
     text = OVERTAKES.replace("FENCE", "__syncthreads();" if meet else "")
     deadlocks = 0
     for seed in range(8):
@@ -97,7 +97,7 @@ def test_a_late_warp_is_found(meet: bool, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
-    """Where the copy is late."""
+    """If the copy is late."""
     text = COPY + "__syncthreads();" + USE + "pipeline.wait_full({});"
     assert any(np.isnan(run(tmp_path, text, seed=seed)).all() for seed in range(8))
 
@@ -110,7 +110,8 @@ def test_a_fence_keeps_a_copy_behind_what_was_read(between: str, tmp_path: pathl
 
 COSTS = {
     "store_shared(data + threadIdx.x * 4, 0u);": ("st.shared", (2, 2, 2)),
-    # Of 8 bytes a lane, half a warp at a time: all banks once; with 32 bytes from lane to lane, four lanes to a bank.
+    # Accesses of 8 bytes a lane, half a warp at a time: contiguous lanes use each bank once; with 32 bytes from lane to
+    # lane, four lanes share a bank.
     "load_shared<uint2>(data + threadIdx.x * 8);": ("ld.shared", (2, 4, 4)),
     "load_shared<uint2>(data + threadIdx.x * 32 % 1024);": ("ld.shared", (2, 16, 4)),
     "load_shared<uint32_t>(data + threadIdx.x % 32 / 4 * 128);": ("ld.shared", (2, 16, 2)),
@@ -124,7 +125,7 @@ COSTS = {
 
 
 def test_what_accesses_cost(tmp_path: pathlib.Path) -> None:
-    """Requests, and the wavefronts or lines that are paid and would be without conflicts and gaps."""
+    """Requests, and wavefronts or lines with and without conflicts and gaps."""
     accesses: list[emulator.Access] = []
     run(tmp_path, "\n".join(["uint32_t v[4] = {};", *COSTS]), accesses)
     assert {a.statement: (a.kind, (a.requests, a.paid, a.ideal)) for a in accesses} == COSTS

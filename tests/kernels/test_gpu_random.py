@@ -1,4 +1,4 @@
-"""Every CUDA family on 500 random problems, other ones in each run: exactness, and where NaN may go."""
+"""Every CUDA family on 500 random problems, other ones in each run: exactness, and the spread of NaN."""
 
 import collections
 import concurrent.futures
@@ -44,7 +44,7 @@ class Run:
 
 @functools.cache
 def drawn() -> tuple[set[compiler.Source], list[list[Run]]]:
-    """Device code, and the runs of each 25 problems: the same in every process of a run of the tests."""
+    """Device code, and the runs in groups of 25 problems: the same in every process of a run of the tests."""
     with seeded(51) as rng:
         configs = random_problems.Configs(rng)
         problems = random_problems.problems(rng, MIXTURES)
@@ -72,7 +72,7 @@ def check(runs: Iterable[Run], failure: Callable[[Run], str | None]) -> None:
     def guarded(run: Run) -> str | None:
         try:
             found = failure(run)
-        except Exception as error:  # one must not hide the others
+        except Exception as error:  # one failure must not hide the others
             found = f"{type(error).__name__}: {error}"
         return found and f"{run}\n  {found}"
 
@@ -82,7 +82,7 @@ def check(runs: Iterable[Run], failure: Callable[[Run], str | None]) -> None:
 
 
 def difference(out: np.ndarray, expected: np.ndarray) -> str | None:
-    """Where `out` is not `expected` (float64), rounded to its dtype."""
+    """Where `out` differs from `expected` (float64) rounded to its dtype."""
     rounded = expected.astype(np.float32).astype(out.dtype).astype(np.float32)
     found = out.astype(np.float32)
     wrong = (found != rounded) & ~(np.isnan(found) & np.isnan(rounded))
@@ -101,7 +101,7 @@ def exactness(run: Run) -> str | None:
 
 
 def locality(run: Run) -> str | None:
-    """With one NaN in each input."""
+    """What is wrong with a run that has one NaN in each input."""
     rng, p = np.random.default_rng(run.seed), run.problem
     lhs, g = random_problems.integers(rng, p)
     in_lhs, in_g = (random_problems.place(rng, shape) for shape in (p.lhs_shape, p.g_shape))
@@ -122,6 +122,6 @@ def test_random_problems_are_exact(number: int) -> None:
 
 
 def test_nan_reaches_what_depends_on_it_and_nothing_else() -> None:
-    """In every ninth problem, of all kinds in turns."""
+    """On every ninth problem, of all kinds in turns."""
     with seeded(51):
         check((run for runs in drawn()[1] for run in runs if run.seed % 9 == 0), locality)

@@ -1,4 +1,5 @@
-"""Every kernel of every CUDA family on its smallest problems: what .ci/sanitize runs under NVIDIA's compute-sanitizer.
+"""Runs every kernel of every CUDA family on its smallest problems. .ci/sanitize runs this under NVIDIA's
+compute-sanitizer.
 
 Operands and expected results are computed on the host, so that nothing else runs on the device.
 """
@@ -42,18 +43,19 @@ def test_the_runs_are_legal_and_reach_every_kernel() -> None:
         roles = re.findall(r"(?:__global__\s+(?:void\s+)?|SPLIT_K_KERNEL\()KERNEL\((\w*)\)", text)
         declared |= {(plan.source.file, role) for role in roles}
         launched |= {(plan.source.file, launch.kernel.removeprefix(name)) for launch in plan.launches}
-    # Sources that add their splits in another way include the header that declares these, for its other parts.
+    # Some sources include the header that declares these kernels for its other parts, and add their splits in another
+    # way.
     assert {role for _, role in declared - launched} == {"_direct", "_partial", "_reduce_splits"}
     assert launched <= declared
     assert {role for _, role in launched} == {role for _, role in declared}
     count = collections.Counter(run.family.name for run in RUNS)
     assert set(count) == {family.name for family in FAMILIES}
-    # Others run kernels of another family.
+    # Other runs use kernels of another family.
     assert all(count[family.name] >= 5 for family in FAMILIES if not isinstance(family, AsWgrad))
 
 
 def test_the_runs_reach_every_specialisation() -> None:
-    """Of element types, result types, weight formats and reductions."""
+    """Every element type, result type, weight format and reduction occurs."""
     macros = collections.defaultdict(set)
     for run in RUNS:
         for name, value in run.plan.source.defines:

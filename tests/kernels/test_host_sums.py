@@ -1,4 +1,4 @@
-"""Long sums of the CPU's kernels: exact where float32 holds the result, else off by no more than XLA's."""
+"""Long sums of the CPU's kernels: exact if float32 holds the result, else with an error of at most XLA's."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ from tests.problems import generator
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handlers run on the CPU")
 
 NUMBERS = ("NWC", "WIO", "NWC")
-# More ones than a float32 counts one by one.
+# More than a float32 can count in steps of one.
 LONG = 2**24 + 3 * 2**10
 
 
@@ -41,7 +41,7 @@ def test_ones_are_counted() -> None:
 @pytest.mark.parametrize("groups", [1, 2], ids=["dense", "depthwise"])
 @pytest.mark.parametrize("config", [Config(1, 64), Config(1, 4096), Config(3, 24)], ids=str)
 def test_integers_are_exact_where_their_sum_is(config: Config, groups: int, dtype: str) -> None:
-    """2^24, zeros, and as many ones as make it even: in one float32 they would all be rounded away."""
+    """The terms are 2^24, zeros, and an even number of ones: in a single float32 the ones would be rounded away."""
     ones = 3072
     column = np.concatenate([[4096.0], np.zeros(6000), np.ones(ones)])
     x = jnp.asarray(np.tile(column[None, :, None], (1, 1, groups)), dtype)
@@ -56,7 +56,7 @@ def test_a_long_sum_of_one_sign_is_as_good_as_xlas(groups: int, dtype: str) -> N
     x, g = (jnp.asarray(rng.random((4, 100_000, 8)), dtype) for _ in range(2))
     flat_x, flat_g = (np.asarray(array, np.float64).reshape(-1, 8) for array in (x, g))
     exact = flat_x.T @ flat_g if groups == 1 else np.sum(flat_x * flat_g, axis=0)
-    # A matrix product stands for both: XLA sums a depthwise gradient differently from release to release.
+    # Compare both with XLA's matrix product: XLA sums a depthwise gradient differently from release to release.
     of_xla = error(wgrad(x, g, implementation="xla"), flat_x.T @ flat_g)
     for config in (Config(1, 64), Config(1, 4096), Config(7, 200)):
         assert error(wgrad(x, g, groups, config=config), exact) <= max(of_xla, 2e-7)

@@ -1,8 +1,8 @@
-"""Machine code of every CUDA family, compiled for sm_90a: no spills, no warnings, the products that are expected, and
-registers and shared memory that a multiprocessor has. Needs no GPU.
+"""Machine code of every CUDA family, compiled for sm_90a: no spills, no warnings, the expected products, and no more
+registers and shared memory than a multiprocessor has. Needs no GPU.
 
-`make test` compiles one source of each file, `make test-all` so many that every value of what specialises the code
-occurs, and every pair of those that interact (`CODE`). Families of one file share its samples.
+`make test` compiles one source of each file. `make test-all` compiles enough sources for every value of every macro
+that specialises the code, and every pair of values that interact (`CODE`). Families of one file share its samples.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from tests.every_kernel import Run
 from tests.kernels.dot.test_dot_tma import random_problem as random_dot
 from tests.problems import conv
 
-REGISTERS = 65536 // 4  # of each of a multiprocessor's four parts, among which warps are dealt
+REGISTERS = 65536 // 4  # registers of each of a multiprocessor's four parts, which share the warps
 SHARED_BYTES = 228 * 1024
 MOST_SOURCES = 215
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
@@ -45,12 +45,12 @@ HELPERS = ("_reduce", "_prepare")  # in the names of kernels that multiply nothi
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What to compile of a device source file and what its main kernels must be.
+    """The sources to compile from a device source file, and checks of its main kernels.
 
     Attributes:
-      check: asserts what is so of the file alone.
-      pairs: macros of whose values every pair is compiled.
-      values: macros of which every value is compiled.
+      check: asserts properties of this file's kernels.
+      pairs: macros for which every pair of values is compiled.
+      values: macros for which every value is compiled.
     """
 
     check: Callable[["Main"], None]
@@ -60,8 +60,8 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Main:
-    """A kernel that multiplies: the source's macros, the threads of its launch, and what a consumer's thread has of
-    registers (from `setmaxnreg` where roles share them out, which `shared_out` says)."""
+    """A kernel that multiplies: its source's macros, the threads of its launch, and the registers of a consumer's
+    thread (from `setmaxnreg` if roles share registers, as `shared_out` says)."""
 
     macros: dict[str, Any]
     kernel: cubin.Kernel
@@ -76,7 +76,7 @@ class Main:
         return self.kernel.opcodes[opcode]
 
     def multiple(self, opcode: int, of: int) -> None:
-        """Asserts that there are so many, or a multiple."""
+        """Asserts that the opcode occurs `of` times, or a multiple of it."""
         count = self.count(opcode)
         assert count > 0
         assert count % of == 0, (count, of)
@@ -103,7 +103,7 @@ def _halo(m: Main) -> None:
 
 def _tf32(m: Main) -> None:
     steps = m["TILE_IMAGES"] * m["TILE_Q"] // 8
-    # Every step of a line multiplies once for each filter row that meets it; lines differ in which do.
+    # Every step of a line multiplies once for each filter row that reads it; lines differ in these rows.
     m.multiple(cubin.HGMMA_REGISTERS, steps)
     assert m.count(cubin.HGMMA_REGISTERS) >= m["TAPS_H"] * steps
     assert m.shared_out
@@ -122,7 +122,7 @@ def _grouped(m: Main) -> None:
 
 
 def _releases_what_was_read(m: Main) -> None:
-    """TMA may overwrite a stage from then on."""
+    """TMA may overwrite a stage after its release."""
     arrivals = m.kernel.loads_at_arrivals()
     assert len(arrivals) >= 2, "a producer's and a consumer's"
     assert not any(arrivals), arrivals
@@ -130,7 +130,7 @@ def _releases_what_was_read(m: Main) -> None:
 
 def _grouped_pass(m: Main) -> None:
     def meets(axis: str) -> bool:
-        """Whether some tap meets the input, not the padding alone."""
+        """Whether some tap reads the input, not only padding."""
         size, out, taps, down, up, step, pad = (
             m[f"{name}_{axis}"] for name in ("INPUT", "OUTPUT", "KERNEL", "DOWN", "UP", "DILATION", "PAD")
         )
@@ -181,7 +181,7 @@ def _depthwise_any(m: Main) -> None:
 
 
 def _stream(m: Main) -> None:
-    # Of each tile four products of 16 k, and with zero points four that sum x; or two of 32 k of e4m3.
+    # For each tile four products of 16 k, with zero points four more that sum x; or two products of 32 k in e4m3.
     used, other, each = cubin.HGMMA_REGISTERS, cubin.QGMMA_REGISTERS, 4 if m["ZERO_TYPE"] < 0 else 8
     if m["E4M3_PRODUCTS"]:
         used, other, each = other, used, 2
@@ -203,7 +203,7 @@ def _tiled(m: Main) -> None:
     assert m.count(cubin.HGMMA_REGISTERS) == 8
     assert m.shared_out
     assert m.registers > m["TILE_N"] // 2 * (2 if tiled.SCALINGS[m["SCALING"]] == "sum" else 1) + 32
-    # What runs once counts at a cluster's sizes.
+    # Code that runs once counts for the sizes of a cluster.
     assert m["SPLITS"] == 1 or len(m.kernel.instructions) <= 1800
 
 
@@ -269,7 +269,7 @@ def passes() -> list[Problem]:
 
 
 def first_layers() -> list[Problem]:
-    """Of networks, and the layers between their stages, in all passes."""
+    """First layers of networks, and the layers between their stages, in all passes."""
     shapes = (
         ((224, 224), (16, 16), (3, 768), 16),
         ((56, 56), (2, 2), (96, 192), 2),
@@ -289,13 +289,13 @@ def first_layers() -> list[Problem]:
 
 
 def matrix_products() -> list[Problem]:
-    """Of every major and dtype, with long and short reductions."""
+    """Products of every major and dtype, with long and short reductions."""
     rng = np.random.default_rng(1)
     return [random_dot(rng) for _ in range(80)]
 
 
 def quantized_products() -> list[Problem]:
-    """Of every format and dtype, in large and small sizes."""
+    """Products of every format and dtype, in large and small sizes."""
     sizes = itertools.cycle(((64, 8192, 3584), (8, 1024, 1024), (256, 8192, 8192), (17, 1088, 333), (4096, 1024, 640)))
     groups = itertools.cycle((64, 32, 128, 0))
     e4m3 = ({"x_dtype": "float8_e4m3fn"}, {"x_dtype": "float8_e4m3fn", "out_dtype": "float16"})
@@ -310,7 +310,8 @@ def quantized_products() -> list[Problem]:
 
 @functools.cache
 def pools() -> dict[str, dict[compiler.Source, Run]]:
-    """Of each file what the tuner may choose for problems of all types, large and small: one sample for each source."""
+    """For each file, the sources that the tuner may choose for problems of all types, large and small, with one sample
+    each."""
     every = (*gradients(), *passes(), *first_layers(), *matrix_products(), *quantized_products())
     samples = list(every_kernel.RUNS)
     for family in FAMILIES:
@@ -328,8 +329,8 @@ def pools() -> dict[str, dict[compiler.Source, Run]]:
 
 @functools.cache
 def samples(file: str) -> list[Run]:
-    """Few of the pool that have all pairs and values between them, each the one that adds the most, but for those
-    whose pairs and values the others have, too."""
+    """A few samples of the pool that have all pairs and values. Each next sample is the one that adds the most; samples
+    that add nothing are dropped."""
     code, traits = CODE[file], {}
     for source, sample in pools()[file].items():
         macros = dict(source.defines)
@@ -368,7 +369,7 @@ def check(sample: Run, compiled: compiler.Compiled) -> None:
         registers = -(-report.registers // 8) * 8
         assert registers * 32 * -(-threads * together // 128) <= REGISTERS, name
         assert (main.shared_bytes + kernel.shared_bytes) * together <= SHARED_BYTES, name
-        # What the roles take of the registers may not exceed what the block was given: it would wait for ever.
+        # The roles' registers must not exceed those of the block: it would wait forever.
         shares = sorted(set(kernel.immediates(cubin.USETMAXREG)))
         assert len(shares) in (0, 2), shares
         if shares:
@@ -379,7 +380,7 @@ def check(sample: Run, compiled: compiler.Compiled) -> None:
 
 
 def check_all(wanted: list[Run]) -> None:
-    """Compiles in parallel, and tells of all that are wrong."""
+    """Compiles in parallel, and reports all errors together."""
     assert toolchain.unavailable() is None, toolchain.unavailable()
     errors = []
     for sample, compiled in zip(wanted, compiler.compile_sources(s.plan.source for s in wanted), strict=True):
@@ -394,7 +395,7 @@ def check_all(wanted: list[Run]) -> None:
 
 @pytest.mark.parametrize("file", CODE)
 def test_machine_code(file: str) -> None:
-    """Of the first run of tests/every_kernel.py."""
+    """The first run of tests/every_kernel.py for each file."""
     check_all([next(run for run in every_kernel.RUNS if run.plan.source.file == file)])
 
 
@@ -405,7 +406,7 @@ def test_machine_code_of_every_pair(file: str) -> None:
 
 
 def test_no_product_of_a_short_range_is_missing() -> None:
-    """Of several chunks, in ranges of one k block: where ptxas knows that, it takes their products for the same."""
+    """With several chunks and ranges of one k block, ptxas may merge products that it takes for equal."""
     problem = products.Case(96, 192, 72, group_size=32, x_dtype="float8_e4m3fn").problem
     config = tiles.split_tiles(problem, fp8.Config(128, 96, 7, 0), 2)
     assert fp8.FAMILY.refusal(problem, config) is None
@@ -413,7 +414,7 @@ def test_no_product_of_a_short_range_is_missing() -> None:
 
 
 def test_epilogues_do_not_spill() -> None:
-    """Where the registers are fewest: in the reduction, and with two thread blocks on a multiprocessor."""
+    """In the code with the fewest registers: the reduction, and two thread blocks on a multiprocessor."""
     after = {"bias": "n", "bias_dtype": "float32", "residual_dtype": "bfloat16"}
     small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
     configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
@@ -421,20 +422,20 @@ def test_epilogues_do_not_spill() -> None:
 
 
 def test_two_blocks_of_two_consumers_do_not_spill() -> None:
-    """They have 80 registers a thread, and the most to compute where an input gradient has strides in 3D."""
+    """They have 80 registers a thread. Input gradients with strides in 3D compute the most."""
     run = next(run for run in every_kernel.RUNS if run.family is conv_im2col.DGRAD and run.problem.rank == 3)
     check_all([dataclasses.replace(run, config=conv_im2col.Config(128, 64, 4, 4, "cluster"))])
 
 
 def test_sums_of_e4m3_do_not_spill() -> None:
-    """With three consumers, whose registers are the fewest for sums that are held twice."""
+    """With three consumers, which have the fewest registers for sums that are held twice."""
     problem = DotProblem(1, 264, 328, 4096, "bmk", "bnk", "float8_e4m3fn", "bfloat16")
     check_all([Run(tma.FAMILY, problem, tma.Config(192, 128, 5))])
 
 
 @pytest.mark.exhaustive
 def test_sums_with_zero_points_do_not_spill() -> None:
-    """What had spilled: many rows, int8 in groups, float32 results and zero points."""
+    """These combinations once spilled: many rows, int8 in groups, float32 results and zero points."""
     problem = QuantizedMatmulProblem(65536, 1984, 8, "float16", "float32", "int8", 64, "bfloat16", zero_dtype="float32")
     candidates = tiled.FAMILY.candidates(problem, DEFAULT_CUDA)
     runs = {(run := Run(tiled.FAMILY, problem, config)).plan.source: run for config in candidates}

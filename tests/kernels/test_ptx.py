@@ -1,5 +1,5 @@
-"""No kernel's loop reads a register before it has a value: ptxas may take another's register for it, which neither the
-emulator nor the PTX shows (a window of rows that began without values made wrong results)."""
+"""No kernel's loop reads a register before it has a value. ptxas may share such a register with another variable, which
+gives wrong results that neither the emulator nor the PTX shows."""
 
 import collections
 from typing import Any
@@ -49,7 +49,7 @@ def test_what_a_loop_carries_without_a_value_is_seen() -> None:
 
 
 def sources() -> list[Any]:
-    """Of every family; all but its first for `make test-all`."""
+    """One source of every family; further ones for `make test-all`."""
     found: dict[str, dict[Source, None]] = collections.defaultdict(dict)
     for run in RUNS:
         found[run.family.name][run.plan.source] = None

@@ -1,4 +1,4 @@
-"""The random problems of test_gpu_random.py: that they cover what they should, and their reference."""
+"""The random problems of test_gpu_random.py: their coverage, and their reference."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def traits(p: ConvWgradProblem) -> dict[str, bool]:
-    """What a problem has of all that is to be covered."""
+    """The properties of a problem that random problems must cover."""
     groups = p.feature_group_count
     each = p.in_channels // groups
     padding = list(itertools.chain.from_iterable(p.padding))

@@ -74,7 +74,7 @@ def test_no_output_pixels_give_zeros(implementation: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_numpy_operands(dtype: Any) -> None:
-    """Of float64 they are float32 without x64."""
+    """Without x64, float64 operands become float32."""
     lhs, rhs, g = (np.asarray(x, dtype) for x in PLAIN.integers(generator(9)))
     out = PLAIN.wgrad(lhs, g)
     assert out.dtype == jnp.float32
@@ -212,7 +212,7 @@ def test_weight_gradient_goes_through_the_kernel_and_the_rest_through_lax() -> N
 
 
 def residual_shapes(fn: Callable[..., jax.Array], *primals: jax.Array) -> list[tuple[int, ...]]:
-    """Shapes of the arrays that a vjp keeps for the backward pass, but for empty ones."""
+    """Shapes of the arrays that a vjp keeps for the backward pass, without empty ones."""
     return [np.shape(leaf) for leaf in jax.tree.leaves(jax.vjp(fn, *primals)[1]) if np.ndim(leaf) and np.size(leaf)]
 
 
@@ -223,13 +223,14 @@ def test_an_operand_is_kept_only_for_the_others_gradient() -> None:
     assert sorted(residual_shapes(PLAIN.ours, lhs, rhs)) == sorted([PLAIN.lhs_shape, PLAIN.rhs_shape])
 
 
-# Of one jitted function: whether under jax.checkpoint, and with respect to what.
+# For one jitted function: whether under jax.checkpoint, and the differentiated operand.
 DERIVATIVES = ((True, 0), (True, 1), (False, 0), (True, (0, 1)), (False, 1), (False, (0, 1)), (True, 0))
 
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_derivatives_of_one_jitted_function_one_after_the_other(size: int) -> None:
-    """JAX keeps one residual tree of a traced call for all of them. lhs and rhs of one shape hide a confusion."""
+    """JAX keeps one residual tree of a traced call for all derivatives. lhs and rhs have the same shape, to hide no
+    confusion."""
     conv = Conv((size, size), (3, 3), 3, (3, 3), padding="SAME", dimension_numbers=NHWC)
     lhs, rhs, _ = conv.integers(generator(14))
     loss = lambda fn: lambda x, w: jnp.sum(jnp.sin(fn(x, w) / 8))  # noqa: E731
@@ -241,7 +242,7 @@ def test_derivatives_of_one_jitted_function_one_after_the_other(size: int) -> No
 
 
 def test_a_jitted_layer_that_a_network_uses_several_times() -> None:
-    """The input of its first use is a constant, that of the others is not."""
+    """Its first input is a constant, the others are not."""
     conv = dataclasses.replace(PLAIN, channels=(4, 4), padding="SAME")
     lhs, rhs, _ = conv.integers(generator(15))
 
@@ -325,7 +326,7 @@ def test_vmap_with_a_config_keeps_the_config() -> None:
     wgrad = functools.partial(PLAIN.wgrad, config=wgrad_host.Config(3, 64))
     many = jnp.stack([g, 2 * g])
     out = jax.vmap(wgrad, (None, 0))(lhs, many)
-    # It is for the problem as written, so that is what runs, in a loop.
+    # The config is for the problem of one call, so this problem runs in a loop.
     text = jax.jit(jax.vmap(wgrad, (None, 0))).lower(lhs, many).as_text()
     assert "splits = 3 : i64" in text
     assert "stablehlo.while" in text

@@ -1,5 +1,6 @@
 """The cases of JAX's own tests of its convolution (lax_test, lax_autodiff_test, lax_vmap_test, pjit_test,
-shape_poly_test), with ours in its place and lax as the oracle, forward and in both modes of differentiation."""
+shape_poly_test), with our convolution in its place and lax as the reference, forward and in both modes of
+differentiation."""
 
 import contextlib
 import functools
@@ -47,7 +48,7 @@ def substituted(function: Function) -> Function:
 
 def drawn(axes: dict[str, Any], quick: int = 2, all_of_them: int = 20) -> list[Any]:
     """Cases of a product of axes, each an index into every axis: few for `make test`, more for `make test-all`. An axis
-    whose name is several gives as many values."""
+    with several names gives as many values."""
     names = [name for joined in axes for name in joined.split(",")]
     rng = np.random.default_rng(zlib.crc32(repr(names).encode()))
     cases = []
@@ -63,7 +64,7 @@ def drawn(axes: dict[str, Any], quick: int = 2, all_of_them: int = 20) -> list[A
 
 @contextlib.contextmanager
 def small(*shapes: tuple[int, ...], dtypes: tuple[Any, ...]) -> Iterator[list[jax.Array]]:
-    """Operands of small integers, with 64 bits where a dtype has them."""
+    """Operands of small integers, in 64-bit mode for 64-bit dtypes."""
     wide = any(jnp.dtype(dtype).itemsize >= 8 and dtype != "complex64" for dtype in dtypes)
     with jax.enable_x64(wide):
         rng = generator(7)
@@ -82,7 +83,7 @@ def assert_alike(ours: Any, theirs: Any) -> None:
 
 
 def check(function: Function, *operands: jax.Array, order: int = 1) -> None:
-    """Values and derivatives of `function`, up to `order`, with ours in it and with lax's."""
+    """Values and derivatives of `function` up to `order` are the same with our convolution and with lax's."""
     differentiable = jnp.issubdtype(operands[0].dtype, jnp.inexact)
 
     def gradients(f: Function, *operands: jax.Array) -> Any:
@@ -92,7 +93,7 @@ def check(function: Function, *operands: jax.Array, order: int = 1) -> None:
     def everything(f: Function, *operands: jax.Array) -> Any:
         if not differentiable:
             return f(*operands)
-        if order == 2:  # of which the first is a part
+        if order == 2:  # the first is a part of these
             f = functools.partial(gradients, f)
         values, vjp = jax.vjp(f, *operands)
         return vjp(values), jax.jvp(f, operands, operands)
@@ -382,7 +383,7 @@ def plane(conv: Function) -> Function:
 
 @pytest.mark.parametrize(("function", "shape", "symbols", "rhs_shape", "reverse"), [
     (strided(1), (1, 12, 16), "_, b, _", (4, 16, 16), True),
-    # Of these lax itself has no symbolic weight gradient.
+    # lax itself has no symbolic weight gradient for these.
     (strided(2), (1, 12, 16), "_, b, _", (4, 16, 16), False),
     (strided(2), (1, 13, 16), "_, b, _", (4, 16, 16), False),
     (strided(2, "VALID"), (1, 4, 16), "_, b, _", (8, 16, 16), False),

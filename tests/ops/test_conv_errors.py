@@ -23,7 +23,7 @@ HOPPER_CONFIG, HOST_CONFIG = im2col.Config(128, 128, 6, False, 1), wgrad_host.Co
 
 CONFIGS = "None (leave it out: the fastest is chosen), or the Config of a family that computes conv_wgrad, e.g. "
 ONE_GROUPING = "feature_group_count=2, batch_group_count=2; accepted: only one of them above 1"
-# lax's texts, which its tests look for.
+# lax's messages, which lax's tests expect.
 SAME_STRIDES = (
     "conv_general_dilated window and window_strides must have the same number of dimensions, but got 2 and 1."
 )
@@ -34,7 +34,7 @@ PAIRS = "padding argument to conv_general_dilated should be a string or a sequen
 PRECISIONS = "accepted: None, a jax.lax.Precision, its name, or a pair of them"
 Error = tuple[dict[str, Any], type[Exception], str]
 
-# What is wrong with any call of either function.
+# Wrong arguments for both functions.
 COMMON_ERRORS: list[Error] = [
     ({"window_strides": (1,)}, ValueError, SAME_STRIDES),
     ({"window_strides": (1, 1, 1)}, ValueError, SAME_STRIDES.replace("2 and 1", "2 and 3")),

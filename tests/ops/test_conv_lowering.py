@@ -1,4 +1,4 @@
-"""The public convolutions on the CPU: over several devices, what they are lowered to, export and memory."""
+"""The public convolutions on the CPU: over several devices, their lowering, export and memory."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def test_shard_map_runs_the_kernel_on_each_device(implementation: str | None) ->
 
 
 def test_data_parallel_training_step_in_shard_map() -> None:
-    """The weight is the same on every device, so its gradient is summed over them by differentiation itself."""
+    """The weight is the same on every device, so differentiation itself sums its gradient over the devices."""
     conv = dataclasses.replace(PLAIN, batch=8)
     lhs, rhs, g = conv.integers(generator(41))
     in_specs = (P(), P("data"), P("data"))
@@ -152,7 +152,7 @@ def test_lowering_for_cuda_needs_no_gpu() -> None:
     assert "stablehlo.convolution" not in text
     fields = r"tile_m=\d+, tile_n=\d+, stages=\d+, swap=(True|False), splits=\d+, whole_tiles=\d+"
     assert re.search(rf'config = "wgrad_im2col Config\({fields}\)"', text)
-    # What is carried is a whole cubin with the kernels that are named.
+    # The custom call has a whole cubin with the named kernels.
     words = [int(n) for n in re.search(r"plan = dense<\[(.*?)\]>", text)[1].split(",")]
     kernels = re.search(r'kernels = "([\w,]+)"', text)[1]
     assert _ffi.check_plan(words, kernels)[0] == 4

@@ -45,7 +45,7 @@ def dgrad(conv: Conv, **more: Any) -> Function:
 
 
 def lax_dgrad(conv: Conv) -> Function:
-    """Of the lhs that is g's dtype."""
+    """lax's gradient of the lhs, with g's dtype."""
 
     def run(g: jax.Array, rhs: jax.Array) -> jax.Array:
         return jax.linear_transpose(lambda lhs: conv.lax(lhs, rhs), jax.ShapeDtypeStruct(conv.lhs_shape, g.dtype))(g)[0]
@@ -183,7 +183,8 @@ def test_a_transposed_convolution_is_an_input_gradient(strides: tuple[int, int])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("strides", [(2, 2), (1, 3)])
 def test_a_transposed_convolutions_weight_gradient_has_strides(strides: tuple[int, int], groups: int) -> None:
-    """Of g, with lhs in its place. A kernel computes it (here the host's), not XLA."""
+    """It is the weight gradient of a strided convolution of g, with lhs in its place. A kernel computes it (here the
+    host's), not XLA."""
     conv = Conv((5, 6), (3, 4), 4, (4, 8), padding=((2, 1), (1, 4)), lhs_dilation=strides, groups=groups)
     conv = dataclasses.replace(conv, rhs_dilation=(1, 2))
     lhs, _, g = conv.integers(generator(11))

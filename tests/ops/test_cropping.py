@@ -1,4 +1,4 @@
-"""XLA's passes of a convolution where padding crops one side of the input and extends the other."""
+"""XLA's passes of a convolution whose padding crops one side of the input and extends the other."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA:CPU 
 
 
 def random_problem(rng: np.random.Generator, plain: bool, other: bool = False) -> ConvWgradProblem:
-    """Small, with a padding that crops the low side of a dimension and extends the high one, or the `other` way."""
+    """A small problem. Its padding crops the low side of a dimension and extends the high side, or the reverse
+    (`other`)."""
     rank, groups = (2, 1) if plain else (int(rng.integers(1, 4)), int(rng.integers(1, 3)))
 
     def some(low: int, high: int) -> tuple[int, ...]:
@@ -41,7 +42,7 @@ def random_problem(rng: np.random.Generator, plain: bool, other: bool = False) -
 
 
 def in_float64(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Of each batch group by itself: a part of the batch with a part of g's channels."""
+    """The result for each batch group by itself: a part of the batch with a part of g's channels."""
     count = problem.batch_group_count
     sizes = {"batch": problem.batch // count, "out_channels": problem.out_channels // count}
     one = dataclasses.replace(problem, batch_group_count=1, **sizes)
@@ -51,7 +52,7 @@ def in_float64(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_wgrad_is_exact_on_integers(plain: bool) -> None:
-    """The plain ones are those that XLA:CPU of jaxlib 0.10 and 0.11 computes wrongly, mostly."""
+    """XLA:CPU of jaxlib 0.10 and 0.11 computes most of the plain ones wrongly."""
     with seeded(31 + plain) as rng:
         for _ in range(12):
             problem = random_problem(rng, plain)
@@ -61,7 +62,7 @@ def test_wgrad_is_exact_on_integers(plain: bool) -> None:
 
 
 def arguments(problem: ConvWgradProblem) -> dict[str, Any]:
-    """Of the public operations."""
+    """Arguments of the public operations."""
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
     found = {name: getattr(problem, name) for name in names}
     spatial = "DHW"[3 - problem.rank :]
@@ -70,7 +71,7 @@ def arguments(problem: ConvWgradProblem) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_fprop_and_dgrad_are_exact_on_integers(plain: bool) -> None:
-    """Where the forward pass extends the low side by more than a window, it is the input gradient that crops it."""
+    """If the forward pass extends the low side by more than a window, the input gradient crops it."""
     with seeded(33 + plain) as rng:
         for i in range(20):
             p = dataclasses.replace(random_problem(rng, plain, other=i % 2 > 0), batch_group_count=1)
@@ -93,7 +94,7 @@ def test_fprop_and_dgrad_are_exact_on_integers(plain: bool) -> None:
 def test_input_gradients_take_no_more_memory_than_laxs_and_the_cotangent(
     size: int, window: int, stride: int, padding: int
 ) -> None:
-    """Padding of a window or more: what is sliced off is sliced off the cotangent, before XLA puts holes into it."""
+    """With padding of a window or more, the cotangent is sliced before XLA dilates it."""
     geometry: dict[str, Any] = {
         "window_strides": (stride, stride),
         "padding": ((padding, padding),) * 2,

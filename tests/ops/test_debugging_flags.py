@@ -1,5 +1,5 @@
-"""JAX's debugging flags with every public operation, forward and gradients: what they look for is the user's mistakes,
-not our own constants."""
+"""JAX's debugging flags with every public operation, forward and gradients: they find the user's mistakes, not our
+constants."""
 
 import contextlib
 import functools
@@ -26,7 +26,8 @@ def _of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def _gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """By the first operands, with the result as its own cotangent: no constant is the test's."""
+    """Gradients with respect to the first operands. The result is its own cotangent, so that the test adds no
+    constant."""
 
     def gradients(*operands: Any) -> Any:
         out, back = jax.vjp(lambda *leading: function(*leading, *operands[count:]), *operands[:count])
@@ -59,7 +60,7 @@ def _products() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]
 
 
 def _product(x: Any, q: Any, implementation: str) -> jax.Array:
-    """With a weight that was packed, unpacked and packed again."""
+    """A product with a weight that was packed, unpacked and packed again."""
     packed = jax_splitk.prepack(jax_splitk.unpack(jax_splitk.prepack(q)))
     return jax_splitk.quantized_matmul(x, packed, implementation=implementation)
 
@@ -147,7 +148,7 @@ def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[],
 
 
 def test_a_users_nan_is_found() -> None:
-    """The flags still see what is the user's."""
+    """The flags still see the user's NaN."""
     with _flag("jax_debug_nans")(), pytest.raises(FloatingPointError):
         jax_splitk.dequantize(jax_splitk.quantize(jnp.full((32, 2), jnp.inf), "int8", group_size=32))
 

@@ -38,7 +38,7 @@ def activation_of(name: str) -> str | None:
 
 @pytest.mark.parametrize("after", dots.epilogues(), ids=str)
 def test_the_reference_is_float64s(after: dict[str, Any]) -> None:
-    """What XLA runs, and kernels are checked against."""
+    """The reference, which XLA runs and kernels are checked against, agrees with float64."""
     problem = DotProblem(2, 24, 16, 40, "bmk", "bkn", "bfloat16", "float32", **after)
     problem.validate()
     operands = random_operands.normals(problem.operand_types, SEED)
@@ -51,7 +51,7 @@ def test_the_reference_is_float64s(after: dict[str, Any]) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_and_gradients_are_plain_jaxs(activation: str, dtype: str) -> None:
-    """Rounded once, after everything; each cotangent has its operand's dtype."""
+    """Results are rounded once, at the end; each cotangent has its operand's dtype."""
     x, w, bias, residual, cotangent = normals((6, 4, 40), (40, 24), (24,), (6, 4, 24), (6, 4, 24))
     x, w, residual = (z.astype(dtype) for z in (x, w, residual))
 
@@ -100,7 +100,7 @@ def test_gradients_of_single_operands_and_second_ones() -> None:
 
 @pytest.mark.parametrize("over", ["m", "n"])
 def test_vmap_of_every_operand(over: str) -> None:
-    """Also of several free and batch dimensions, whose bias has as many."""
+    """Also with several free and batch dimensions, and a bias with as many."""
     rng = np.random.default_rng(SEED)
     dimensions = (((3,), (1,)), ((1,), (0,)))  # [batch 2; 3, 4; 5]
     shapes = ((3, 2, 4, 6), (2, 6, 5), (3, 4, 1) if over == "m" else (5,), (2, 3, 4, 5))
@@ -122,7 +122,7 @@ def test_vmap_of_every_operand(over: str) -> None:
 
 
 def test_mapped_products_stay_one_product() -> None:
-    """Of a stack of rows, of weights with a bias each, and of both with one bias for all."""
+    """For a stack of rows, for weights with a bias each, and for both with one bias for all."""
     x, w, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 32), (32,)))
 
     def layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def test_explain_shows_what_a_kernel_takes_with_the_product() -> None:
     assert "(bias over n in bfloat16, gelu, residual in bfloat16)" in str(decision.problem)
     gradient = jax.grad(lambda *operands: layer(*operands).astype(jnp.float32).sum(), (0, 1, 2))
     problems = [str(each.problem) for each in jax_splitk.explain(gradient, x, w, bias, platform="cuda").decisions]
-    # What the activation is differentiated at, and the products of its cotangent.
+    # The product before the activation, and the products of its cotangent.
     assert [text.split()[1] for text in problems] == ["bfloat16->float32", "bfloat16->bfloat16", "bfloat16->bfloat16"]
 
 

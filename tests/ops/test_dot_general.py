@@ -81,7 +81,7 @@ def test_neighbouring_dimensions_are_not_transposed() -> None:
         found = dot_layout.operands(lhs, rhs, dimensions)
         assert tuple(operand.order for operand in found) == orders
         assert [operand.transpose for operand in found] == [None, None]
-    # A batch that is contiguous, and a reduction in another order, are.
+    # A contiguous batch, and a reduction in another order, are transposed.
     moved, kept = dot_layout.operands((24, 8, 5), (5, 8, 16), (((1,), (1,)), ((2,), (0,))))
     assert moved.transpose == (2, 0, 1) and kept.transpose is None
     first, second = dot_layout.operands((3, 4, 5), (4, 3, 7), (((0, 1), (1, 0)), NONE))
@@ -120,7 +120,7 @@ def test_what_kernels_do_not_take_is_laxs() -> None:
 
 
 def test_e4m3_as_lax() -> None:
-    """Its cotangents are products of bfloat16, which holds it, and are rounded once."""
+    """Its cotangents are products in bfloat16, which holds e4m3 exactly, and are rounded once."""
     rng = np.random.default_rng(SEED)
     x, y = (jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn) for shape in ((64, 32), (48, 32)))
     numbers = (((1,), (1,)), NONE)
@@ -215,7 +215,7 @@ def test_symbolic_sizes_are_xlas() -> None:
 
 
 def test_every_pair_of_letters_has_one_problem() -> None:
-    """Whatever the order of an operand's dimensions, the problem's operands have the product's sizes."""
+    """For any order of an operand's dimensions, the problem's operands have the product's sizes."""
     sizes = {"b": 2, "m": 3, "k": 5}
     for order in itertools.permutations("bmk"):
         shape = tuple(sizes[letter] for letter in order)
@@ -248,7 +248,8 @@ def test_divided_among_devices(kind: AxisType) -> None:
 
 
 def test_ours_in_laxs_place_does_not_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What users do where a layer has no argument for it: also operands that are left to lax, and quantized weights."""
+    """Users replace lax's function if a layer takes no other one. Operands that are left to lax, and quantized weights,
+    still work."""
     numbers = (((1,), (0,)), ((), ()))
     weight = jax_splitk.quantize(jnp.ones((64, 8)), "int8", group_size=64)
     monkeypatch.setattr(lax, "dot_general", jax_splitk.dot_general)

@@ -1,4 +1,5 @@
-"""What an H200 would gain, asked where nothing of NVIDIA is installed, of a model that knows nothing of jax_splitk."""
+"""In an install without NVIDIA's packages, `explain` says what an H200 would gain on a model that does not use
+jax_splitk."""
 
 import json
 import pathlib
@@ -64,7 +65,7 @@ SCRIPT = UNET + "    jax.jit(jax.grad(loss)).lower(params, images, images)\n"
 
 @pytest.fixture(autouse=True)
 def plain_install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As after `pip install .`: no package of NVIDIA can be imported."""
+    """As after `pip install .`: NVIDIA's packages cannot be imported."""
     caches = (toolchain.find_nvrtc, toolchain.include_folders, key._cuda_major)
     with monkeypatch.context() as patch:
         patch.setattr(toolchain, "_package_folders", lambda name: [])
@@ -83,7 +84,7 @@ def model() -> dict[str, Any]:
 
 
 def check(said: str, last: str) -> None:
-    """It can be read, names the GPU and the extra, and adds up."""
+    """The report is legible, names the GPU and the extra, and its sums are right."""
     lines = said.splitlines()
     assert max(map(len, lines)) <= 100
     assert "platform cuda: NVIDIA H200, which is assumed: this machine has no CUDA GPU" in lines
@@ -107,7 +108,7 @@ def test_an_unmodified_unet(model: dict[str, Any]) -> None:
     repeated = [d for d in found.unrouted if d.count > 1 and d.ours_us is not None]
     assert repeated
     assert all(re.search(rf" {d.count} x ~?{d.ours_us:.1f} ", str(found)) for d in repeated)
-    # Routed it says the same of the same operations.
+    # After routing, the report is the same for the same operations.
     routed = jax_splitk.explain(jax.grad(jax_splitk.intercept()(model["loss"])), *given, platform="cuda")
     assert routed.unrouted == ()
     check(str(routed), "sum of")
@@ -134,7 +135,7 @@ def test_an_unmodified_script(model: dict[str, Any], tmp_path: pathlib.Path, cap
 
 
 def test_tables_and_problem_files_need_no_compiler(capsys: Any) -> None:
-    """The first rows of a shipped table, as the command and as a function see them."""
+    """The command and the function print the first rows of a shipped table."""
     rows = table.read(table.FOLDER / "nvidia_h200" / "conv_wgrad.json")
     for row in list(rows.rows)[:3]:
         problem = key.problem_from_dict("conv_wgrad", json.loads(row))

@@ -1,4 +1,4 @@
-"""`jax_splitk.EXPORT_CHECKS`: what `jax.export` has to be told before it takes our custom calls."""
+"""`jax_splitk.EXPORT_CHECKS`, which lets `jax.export` take our custom calls."""
 
 import pathlib
 import re

@@ -60,7 +60,7 @@ def without_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(conv: Conv, lhs: jax.Array, rhs: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of a bfloat16 convolution of a float32 master weight, with respect to both operands."""
+    """The gradients of a bfloat16 convolution with a float32 master weight, with respect to both operands."""
     loss = lambda x, w: (conv.ours(x, w, compute_dtype=jnp.bfloat16).astype(jnp.float32) * g).sum()  # noqa: E731
     return jax.grad(loss, (0, 1))(lhs, rhs)
 

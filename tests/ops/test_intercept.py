@@ -38,7 +38,7 @@ def plain(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def ours(fn: Callable[..., Any], *args: Any) -> int:
-    """How many operations of ours the gradient of fn has."""
+    """How many of our operations the gradient of fn has."""
     return sum(d.count for d in explain(jax.grad(fn), *args).decisions)
 
 
@@ -80,7 +80,7 @@ def test_every_function_of_lax_is_routed_with_its_result(name: str) -> None:
 
 
 def test_only_the_gradient_of_the_weight_is_ours() -> None:
-    """lax's own rules call lax.conv_general_dilated, too: they are not routed."""
+    """Calls of lax.conv_general_dilated by lax's own rules are not routed."""
     with intercept():
         assert explain(jax.grad(plain, 1), W, X).decisions == ()
         assert explain(plain, W, X).decisions == ()
@@ -162,7 +162,7 @@ def test_what_others_put_into_lax_meanwhile_stays() -> None:
 
 
 def test_other_threads_keep_lax() -> None:
-    """Also those in whose time the block begins and ends, and blocks of several threads that overlap."""
+    """Also threads during which a block begins and ends, and blocks of several threads that overlap."""
     found: dict[str, list[int]] = {"inside": [], "outside": []}
     steps = threading.Barrier(2, timeout=60)
 
@@ -205,7 +205,7 @@ def test_what_is_not_ours_is_left_to_lax(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_an_error_inside_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a refused argument leaves a convolution to lax: a fault of this package must not hide."""
+    """Only a refused argument leaves a convolution to lax: an error of this package must not be hidden."""
     for error in (ValueError, TypeError, NotImplementedError):
 
         def broken(*args: Any, error: type[Exception] = error, **kwargs: Any) -> jax.Array:
@@ -217,7 +217,7 @@ def test_an_error_inside_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPa
 
 
 def test_ours_in_laxs_place_does_not_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What users do where no block is wanted."""
+    """Users may replace lax's function instead of opening a block."""
     expected = jax.grad(plain, (0, 1))(W, X)
     monkeypatch.setattr(lax, "conv_general_dilated", jax_splitk.conv_general_dilated)
     assert ours(plain, W, X) == 1

@@ -1,4 +1,4 @@
-"""Names of operations in HLO, and of their kernels: what a profile shows."""
+"""Names of operations in HLO and of their kernels, as a profile shows them."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ from tests.convolutions import NHWC
 from tests.every_kernel import RUNS
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(\S+) = .*? ([\w-]+)\(.*metadata=\{op_name=\"([^\"]*)\"", re.MULTILINE)
-# Pass, operation, and what computes it.
+# Pass, operation, and kernel family.
 OURS = re.compile(r"(?:(\w+_gradient)\)*/)?jax_splitk\.(\w+)\)*/(?:\w*\(\)/)?(\w+)$")
 
 
@@ -59,7 +59,7 @@ def instructions(platform: str) -> list[tuple[str, str, str]]:
 
 
 def test_hlo_names_every_operation_of_a_training_step() -> None:
-    """The pass, the operation, and the kernel, or lax's operation where XLA computes it."""
+    """The name has the pass, the operation, and the kernel, or lax's operation if XLA computes it."""
     found = instructions("cuda")
     calls = [(name.partition(".")[0], op_name) for name, opcode, op_name in found if opcode == "custom-call"]
     kernels = sorted(of for _, op_name in calls for of in OURS.findall(op_name))
@@ -74,7 +74,7 @@ def test_hlo_names_every_operation_of_a_training_step() -> None:
     ]
     assert [(part, op, kernel.partition("_")[0] + "_") for part, op, kernel in kernels] == expected
     assert all(kernel.endswith("_int4") == (op == "quantized_matmul") for _, op, kernel in kernels)
-    # HLO, and with it a profile, calls the instruction by what computes it.
+    # The instruction's name in HLO, and in a profile, is the kernel's family.
     assert all(op_name.endswith(f"/{name}") for name, op_name in calls)
     products = [op_name for _, opcode, op_name in found if opcode in ("dot", "convolution")]
     by_xla = {(part, op) for op_name in products for part, op, _ in OURS.findall(op_name)}
@@ -84,7 +84,7 @@ def test_hlo_names_every_operation_of_a_training_step() -> None:
 
 
 def test_hlo_names_what_is_laxs() -> None:
-    """No family competes for these forward passes and input gradients on the platform; nothing else is lowered."""
+    """No family competes for these forward passes and input gradients on the platform, so they are lax's."""
     found = instructions("tpu")
     products = {
         (op, product) for _, _, op_name in found for _, op, product in OURS.findall(op_name) if "dilated" in product
@@ -94,7 +94,7 @@ def test_hlo_names_what_is_laxs() -> None:
 
 
 def test_modules_say_where_an_operation_is() -> None:
-    """The scopes of the caller come first, and differentiation is told."""
+    """The caller's scopes come first, and the name shows differentiation."""
 
     def named(w: jax.Array, x: jax.Array) -> jax.Array:
         with jax.named_scope("block"):

@@ -57,7 +57,7 @@ def test_dtypes(form: str, x_dtype: str, out_dtype: str | None) -> None:
     natural = "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype
     assert (out.shape, out.dtype) == ((6, 37), out_dtype or natural)
     exact = np.asarray(x, np.float64) @ values
-    # The result's rounding, and no more than that again for a weight rounded to the same dtype.
+    # The rounding of the result, and the same again for a weight rounded to that dtype.
     assert relative(out, exact) < float(jnp.finfo(out.dtype).eps) * (4 if out.dtype == jnp.float32 else 1)
 
 
@@ -77,7 +77,7 @@ def test_errors_are_those_of_a_float32_product(form: str) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
 def test_extreme_scales(form: str, scale_dtype: str, scale: float) -> None:
-    """Also with float16 activations, which a weight in float16 would overflow or vanish in."""
+    """Also with float16 activations: as float16, the weight would overflow or vanish."""
     q, _ = every_code("int4", 64, 3, 32)
     q = dataclasses.replace(q, scale=jnp.full((2, 3), scale, scale_dtype))
     exact = np.asarray(q.qvalue, np.float64) * scale
@@ -174,7 +174,7 @@ def test_numpy_activations() -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
 def test_cotangents(form: str, name: str, zero: str | None, group: int, x_dtype: str, tolerance: float) -> None:
-    """Against the dequantized product, differentiated by jax in float32."""
+    """The reference is the dequantized product, differentiated by jax in float32."""
     q, _ = every_code(name, 384, 37, group, zero, "float32")
     x, g = normals(8, 9, 384, dtype=x_dtype), normals(9, 9, 37, dtype=x_dtype)
 
@@ -243,13 +243,13 @@ def test_only_what_is_asked_for_is_computed() -> None:
     assert count(str(everything)) == 4
 
 
-# Of one product: whether under jax.checkpoint, and with respect to what.
+# For one product: whether under jax.checkpoint, and the differentiated operand.
 DERIVATIVES = ((True, (0, 1)), (True, 1), (False, (0, 1)), (False, 1), (True, 0), (False, 0), (False, (0, 1)))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_derivatives_of_one_product_one_after_the_other(form: str) -> None:
-    """JAX keeps one residual tree of a traced call for all of them."""
+    """JAX keeps one residual tree of a traced call for all derivatives."""
     q, _ = every_code("int4", 128, 128, 64, None, "float32")
     x, packed = normals(15, 5, 128), FORMS[form](q)
 
@@ -366,7 +366,7 @@ def test_scan_over_layers_with_remat(form: str) -> None:
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
 @pytest.mark.parametrize("form", FORMS)
 def test_shard_map(form: str) -> None:
-    """Data parallel: cotangents of the replicated weight are summed over the mesh."""
+    """Data parallelism: cotangents of the replicated weight are summed over the mesh."""
     q, _ = every_code("int4", 64, 10, 32, "float32", "float32")
     weight, x = FORMS[form](q), normals(19, 8, 64)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -62,7 +62,7 @@ def _of_integers(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _quantized(x: jax.Array, qtype: str) -> jax.Array:
-    """The products with a weight in both forms."""
+    """The products with a weight in both forms, QuantizedArray and PackedWeight."""
     weight = jnp.asarray(generator(72).normal(size=(64, 8)), jnp.float32)
     packed = jax_splitk.prepack(jax_splitk.quantize(weight, qtype, group_size=32, symmetric=qtype != "uint4"))
     return jax_splitk.quantized_matmul(x, packed) + jax_splitk.quantized_matmul(x, jax_splitk.unpack(packed))

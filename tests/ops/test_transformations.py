@@ -1,4 +1,4 @@
-"""Every operation is lax's under every transformation: the table of `tests.transformations`."""
+"""Every operation equals lax's under every transformation of `tests.transformations`."""
 
 import itertools
 import re
@@ -37,7 +37,7 @@ def test_some_transformations_of_transformations(name: str) -> None:
 
 
 def _nested() -> list[tuple[Operation, Step]]:
-    """Operations that differ by implementation alone are left out: the rules do not look at it."""
+    """The operations, without those that differ in the implementation alone, since the rules do not depend on it."""
     found = {name: operation for name, operation in OPERATIONS.items() if not name.endswith("-xla")}
     return [
         pytest.param(operation, inner, id=f"{name}-{inner}")
@@ -81,12 +81,12 @@ _POLICIES = {
         )
     },
     "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    # A policy of a user, who knows the names of lax's primitives and of their parameters.
+    # A user's policy, which uses the names of lax's primitives and of their parameters.
     "by_name": lambda primitive, *_, **params: (
         primitive.name in ("dot_general", "conv_general_dilated") and "preferred_element_type" in params
     ),
 }
-# Of the rows of a chain: their width stays, so that three operations follow each other.
+# The width of a chain's rows stays the same, so that three operations can follow each other.
 _CHAINED = {
     "conv_general_dilated": ((2, 5, 4, 4), (2, 2, 4, 4)),
     "matmul": ((8, 64), (64, 64)),
@@ -99,7 +99,7 @@ _CHAINED = {
 
 
 def _link(name: str, weight: jax.Array) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """One operation of a chain, of x and a trained array: ours and lax's."""
+    """One operation of a chain, as a function of x and a trained array: ours and lax's."""
     if name == "conv_general_dilated":
         geometry: dict[str, Any] = {
             "window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
@@ -121,7 +121,7 @@ def _link(name: str, weight: jax.Array) -> tuple[Callable[..., jax.Array], Calla
 
 @pytest.mark.parametrize(("name", "policy"), thinned(itertools.product(_CHAINED, _POLICIES), 3))
 def test_checkpoint_policies_save_what_they_save_of_laxs(name: str, policy: str) -> None:
-    """Three operations in a row, counted in the gradient's trace; and what is offloaded."""
+    """Counts saved and offloaded values in the gradient's trace of three operations in a row."""
     rng = generator(63)
     x, w = (jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for shape in _CHAINED[name])
     gradients, counts = [], []

@@ -40,7 +40,8 @@ def steps(name: str) -> np.ndarray:
 
 
 def half_steps(q: QuantizedArray, value: np.ndarray) -> np.ndarray:
-    """How far `value` may be from its quantized neighbour: half the gap that it lies in, times its scale."""
+    """The largest allowed distance of `value` from its quantized neighbour: half the gap between neighbours, times the
+    scale."""
     grid = steps(str(q.qtype))
     scale = np.repeat(np.asarray(q.scale, np.float64), q.group_size, axis=0)
     position = value / scale
@@ -153,7 +154,7 @@ def test_a_group_with_a_bad_number_is_nan_and_the_others_are_as_they_were(
     expected = np.asarray(dequantize(clean, jnp.float32)).copy()
     expected[32:64, [1, 3, 4]] = np.nan
     np.testing.assert_array_equal(dequantize(bad, jnp.float32), expected)
-    # The elements are those of zeros, the same ones on every platform.
+    # The elements are zeros, the same on every platform.
     zeros = quantized(w.at[32:64, jnp.array([1, 3, 4])].set(0))
     np.testing.assert_array_equal(bad.qvalue, zeros.qvalue)
     if not symmetric:
@@ -292,7 +293,7 @@ def test_leaves_of_qwix_post_training_quantization() -> None:
 
 @pytest.mark.parametrize("zero", [16, 100, -3])
 def test_zero_points_beyond_the_elements(zero: int) -> None:
-    """GPTQ has zero points of 16. uint4 cannot hold them, so they come in 8 bits."""
+    """GPTQ has zero points of 16. uint4 cannot hold them, so their dtype has 8 bits."""
     q = QuantizedArray(jnp.full((64, 3), 3, jnp.uint4), jnp.ones((2, 3)), jnp.full((2, 3), zero, jnp.int8))
     packed = prepack(q)
     for weight in (q, packed):

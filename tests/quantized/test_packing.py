@@ -101,7 +101,7 @@ def test_one_scale_for_several_features_is_repeated() -> None:
 def test_padding_holds_zeros() -> None:
     for name in BITS:
         q, _ = every_code(name, 70, 3, 70)
-        # Unpacked as if nothing were padding.
+        # Unpacked as if it had no padding.
         whole = dataclasses.replace(prepack(q), shape=(128, 64), group_size=128)
         decoded = np.asarray(dequantize(dataclasses.replace(unpack(whole), scale=jnp.ones((1, 64)))))
         assert not decoded[70:].any()
@@ -178,13 +178,13 @@ def test_formula(name: str) -> None:
 
 
 def fragment_a(matrix: np.ndarray) -> np.ndarray:
-    """[16, 16] as PTX lays out A of mma.m16n8k16 in registers: [lane, register, half]."""
+    """[16, 16] in registers, in PTX's layout of A of mma.m16n8k16:"""
     lane, register, half = np.meshgrid(LANES, range(4), range(2), indexing="ij")
     return matrix[lane // 4 + 8 * (register % 2), 2 * (lane % 4) + half + 8 * (register // 2)]
 
 
 def loads(packed: PackedWeight, tile: tuple[int, int], block: int) -> np.ndarray:
-    """What the lanes of the warp of rows 16 * block hold after their 16-byte loads: [load, lane, word]."""
+    """The registers of a warp's lanes after their 16-byte loads, for rows from 16 * block on:"""
     return np.asarray(packed.words)[tile].reshape(4, -1, 32, 4)[block]
 
 
@@ -219,13 +219,13 @@ def test_words_are_float16_fragments_by_two_masks(int4: tuple[PackedWeight, np.n
 
 
 def permuted(k: np.ndarray) -> np.ndarray:
-    """The k of the packed order of e4m3 fragments at each place of k, within blocks of 16."""
+    """The k at each place of the packed order of e4m3 fragments, within blocks of 16."""
     place = k % 16
     return k // 16 * 16 + 2 * (place // 4) + np.array([0, 8, 1, 9])[place % 4]
 
 
 def fragment_a8(matrix: np.ndarray) -> np.ndarray:
-    """[16, 32] as PTX lays out A of mma.m16n8k32 in registers: [lane, register, byte]."""
+    """[16, 32] in registers, in PTX's layout of A of mma.m16n8k32:"""
     lane, register, part = np.meshgrid(LANES, range(4), range(4), indexing="ij")
     return matrix[lane // 4 + 8 * (register % 2), 4 * (lane % 4) + part + 16 * (register // 2)]
 

@@ -61,7 +61,7 @@ class Machine:
         self._monkeypatch.setattr(Source, "text", lambda source, **_: text)
 
     def forget(self) -> None:
-        """What a new process starts with."""
+        """Resets the memory, as in a new process."""
         self._monkeypatch.setattr(compiler, "_memory", {})
         self._monkeypatch.setattr(compiler, "_in_flight", {})
         self._monkeypatch.setattr(compiler, "pool", pool.Pool())
@@ -151,7 +151,7 @@ def test_damaged_file_is_compiled_again_and_repaired(
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert len(machine.compiled) == 2
-    # The whole file may differ by the time that ptxas says it took.
+    # The whole file may differ, because ptxas's log contains times.
     machine.forget()
     caplog.clear()
     assert compiler.compile_source(tiny()).image == first.image
@@ -313,7 +313,7 @@ def test_a_worker_that_dies_is_replaced(machine: Machine, monkeypatch: pytest.Mo
 def test_a_worker_that_is_at_it_is_waited_for_and_nothing_else(
     begun: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for a core is compiled at once by whoever asks, and by nobody else."""
+    """A caller compiles a source that still waits for a core itself, and no worker does."""
     at_work, may_end, asked = threading.Event(), threading.Event(), []
 
     def held(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
@@ -371,7 +371,7 @@ elif sys.argv[1] == "killed":
 
 
 def is_running(pid: int) -> bool:
-    """Zombies are not: who is to bury them may be slow."""
+    """Whether a process runs. Zombies do not: their parent may be slow to collect them."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -382,7 +382,7 @@ def is_running(pid: int) -> bool:
     ("how", "status"), [("returns", 0), ("interrupted", -signal.SIGINT), ("killed", -signal.SIGKILL)]
 )
 def test_no_worker_outlives_the_process(how: str, status: int, tmp_path: pathlib.Path) -> None:
-    """Which ends without an error although there is much to compile."""
+    """The process ends without an error although many kernels wait to be compiled."""
     process = start(SLOW, how, CACHE_DIR=str(tmp_path))
     out, err = process.communicate(timeout=120)
     assert process.returncode == status, err
@@ -424,7 +424,7 @@ def test_missing_package_is_named(hide, name: str, package: str) -> None:
     reason = str(toolchain.unavailable())
     packages = ("nvidia-cuda-nvrtc", "nvidia-cutlass", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
     assert [p for p in packages if p in reason] == [package]
-    # A command that works wherever the package came from: it names what is missing, in the versions that serve.
+    # The command works however the package was installed: it names the missing packages in supported versions.
     (requirement,) = re.findall(r": pip install '([^']+)'$", reason)
     project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert requirement in toolchain.REQUIREMENTS
@@ -490,7 +490,7 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(
 
 
 def lowered(**options: str) -> str:
-    """A weight gradient for CUDA."""
+    """The text of a weight gradient lowered for CUDA."""
     x, g = jnp.zeros((2, 9, 11, 72), jnp.bfloat16), jnp.zeros((2, 9, 11, 40), jnp.bfloat16)
     numbers = ("NHWC", "HWIO", "NHWC")
     wgrad = lambda x, g: jax_splitk.conv_wgrad(  # noqa: E731
@@ -565,7 +565,7 @@ def test_origins_of_what_is_stored(machine: Machine) -> None:
 def test_another_compilers_kernels_are_used_where_nothing_is_written(
     machine: Machine, hide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This machine's come first; of others' the newest."""
+    """Kernels of this machine's compiler come first; of others, the newest."""
     code = {name: compiler.Compiled(name.encode(), "log") for name in ("13.2", "13.10", "own")}
 
     def found() -> bytes:
@@ -577,7 +577,7 @@ def test_another_compilers_kernels_are_used_where_nothing_is_written(
             patch.setattr(toolchain, "identity", lambda name=name: f"NVRTC {name}, nvidia-cutlass 4.2.1")
             assert compiler.store(machine.cache, tiny(), code[name])
     assert found() not in (b"13.2", b"13.10")
-    assert len(machine.compiled) == 1  # "update": what this machine compiles
+    assert len(machine.compiled) == 1  # "update": kernels that this machine compiles
     (own,) = (p for p, kernel in compiler.cached(machine.cache) if kernel and kernel.compiler == toolchain.identity())
     own.unlink()
     with caplog.at_level(logging.INFO, "jax_splitk"):

@@ -1,4 +1,4 @@
-"""Files: where the cache is, what is read, who may write code, and what is left behind."""
+"""Files: the cache's folder, reads, owners of code, and temporary files."""
 
 import errno
 import functools
@@ -23,7 +23,7 @@ CODE = compiler.Compiled(b"machine code", "log")
 
 
 def kernel(cache: pathlib.Path, data: bytes | None = None) -> pathlib.Path:
-    """The file of `SOURCE`'s code, with a right checksum of other data where that is given."""
+    """The file of `SOURCE`'s code, or of other data with a right checksum."""
     key = compiler.content_key(SOURCE)
     path = cache / compiler._file(key)
     whole = compiler._pack(key, "compiler", SOURCE, CODE)

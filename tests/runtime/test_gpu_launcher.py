@@ -1,4 +1,4 @@
-"""Calls of the launcher on a GPU: recorded and replayed, side by side, with their workspace, and refused."""
+"""Calls of the launcher on a GPU: recorded and replayed, side by side, with their workspace, and refusals."""
 
 import dataclasses
 import threading
@@ -106,7 +106,7 @@ def test_a_plan_for_other_buffers_is_refused() -> None:
 
 
 def test_a_plan_for_another_kernel_is_refused() -> None:
-    """The driver tells the kernel's parameters from CUDA 12.4 on."""
+    """The driver reports a kernel's parameters since CUDA 12.4."""
     p = SMALL.problem()
     made = on_gpu.plan(FAMILY, p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
     first, *others = made.launches

@@ -1,4 +1,4 @@
-"""What the launcher refuses before it runs anything, with a driver that only answers questions about kernels."""
+"""Calls that the launcher refuses before it runs anything, with a driver that only answers questions about kernels."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def refusals(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]],
 
 @pytest.mark.parametrize("old", [False, True])
 def test_parameters_must_be_the_kernels(tmp_path: pathlib.Path, old: bool) -> None:
-    """A struct travels in whole words; a driver that does not know the parameters is no reason to refuse."""
+    """A struct's size is in whole words. If a driver does not know the parameters, the call is not refused."""
     wrong = {
         "8,128,12": "",
         "8,128,16": "",

@@ -1,4 +1,4 @@
-"""Work in the background: order, how much at a time, what is waited for, dropped and refused."""
+"""Background work: order, number of threads, waiting, dropping and refusing."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from jax_splitk.runtime.pool import Pool
 
 
 class Work:
-    """Pieces of work that note when they begin, and end when they may; results are their names."""
+    """Pieces of work that record when they begin, and end when `let` allows it; their results are their names."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -31,13 +31,13 @@ class Work:
         return work
 
     def wait_for(self, count: int) -> None:
-        """Until so many have begun."""
+        """Waits until `count` have begun."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.begun) >= count, 60)
 
 
 def submit_three(one: Pool, work: Work) -> None:
-    """Of which one begins at least."""
+    """Submits three pieces of work, at least one of which begins."""
     for name in ("a", "b", "c"):
         one.submit(name, work(name))
     work.wait_for(1)

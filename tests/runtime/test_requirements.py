@@ -1,4 +1,4 @@
-"""What a checkout says that is not built, or stands beside an old jax, and which installed module it takes."""
+"""Messages of a checkout that is not built, or is beside an old jax; and which installed module a checkout uses."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ class Checkout:
         self.path = [self.folder, self.site, others]
 
     def install(self, name: str | None = None, version: str = "") -> None:
-        """The compiled module, or a distribution of which there is but a name and a version."""
+        """Installs the compiled module, or a distribution that has only a name and a version."""
         if name is None:
             found = importlib.util.find_spec("jax_splitk._ffi")
             assert found is not None and found.origin is not None
@@ -81,7 +81,7 @@ def test_the_compiled_module_names_its_sources() -> None:
 
 
 def test_a_checkout_takes_the_installed_module(checkout: Checkout) -> None:
-    """After `pip install .`, in the checkout: the folder `jax_splitk` is the checkout's."""
+    """After `pip install .`, inside the checkout, whose folder `jax_splitk` comes first."""
     checkout.install()
     done = checkout.run("-c", WHERE)
     assert done.returncode == 0, done.stderr
@@ -153,7 +153,7 @@ def test_an_old_python_is_named(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("target", ["demo", "demo-quantized", "test", "package", "docs"])
 def test_make_names_an_old_python(target: str, tmp_path: pathlib.Path) -> None:
-    """Before it makes an environment."""
+    """It fails before it creates an environment."""
     if shutil.which("make") is None:
         pytest.skip("no make")
     python = tmp_path / "python"

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or None: tuning, the log and commands go on."""
+"""Closed standard streams, or None: tuning, the log and commands still work."""
 
 import functools
 import json
@@ -62,7 +62,7 @@ def test_stderr_that_is_closed_under_a_bar(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("stderr", [closed, none])
 def test_a_warning_without_stderr(stderr: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`logging` tells of a line that it cannot write on stderr, which fails once more."""
+    """If `logging` cannot write a line, it reports that on stderr, which fails again."""
     monkeypatch.setattr(sys, "stderr", stderr())
     logger, handler = logging.getLogger("jax_splitk"), logging.StreamHandler()
     logger.addHandler(handler)

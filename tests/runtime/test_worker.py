@@ -1,4 +1,5 @@
-"""Programs whose `sys.executable` is no Python: they compile by themselves, and start nothing again and again."""
+"""Programs whose `sys.executable` is not a Python interpreter: they compile themselves, and do not start themselves as
+workers."""
 
 import json
 import os
@@ -15,8 +16,8 @@ from jax_splitk.runtime import toolchain
 
 pytestmark = pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 
-# A program that compiles two kernels, ahead and when they are asked for. What `sys.executable` is, and what marks a
-# frozen program, is set first.
+# A program that compiles two kernels, ahead and on demand. It first sets `sys.executable`, and the mark of a frozen
+# program.
 PROGRAM = """
 import json, logging, os, sys, time, types
 package = sys.modules["jax_splitk"] = types.ModuleType("jax_splitk")  # without jax, which takes seconds to load
@@ -65,7 +66,7 @@ def program(folder: pathlib.Path, setting: str, script: str, name: str) -> tuple
     return seconds, len(starts.read_text().split()), done.stderr
 
 
-# What the program's own executable does when it is started: it runs the program, whatever its arguments are.
+# The program's own executable runs the program, whatever its arguments are.
 ITSELF = 'exec "$REAL_PYTHON" "$PROGRAM"'
 
 
@@ -96,7 +97,7 @@ def test_what_is_known_to_be_no_python_is_never_started(
     "cat",
 ], ids=["itself", "silent", "usage", "ends", "errors", "echoes"])  # fmt: skip
 def test_what_does_not_answer_is_started_once(script: str, tmp_path: pathlib.Path) -> None:
-    """Also where several threads would start one."""
+    """Also if several threads would start one."""
     begun = time.monotonic()
     seconds, starts, log = program(tmp_path, "", script, "python3")
     assert starts == 1
@@ -125,7 +126,7 @@ def test_a_wrapper_of_a_python_is_one(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_python_that_multiprocessing_was_told(tmp_path: pathlib.Path) -> None:
-    """As its documentation asks of programs that embed Python."""
+    """Programs that embed Python set it, as multiprocessing's documentation requires."""
     setting = "import multiprocessing\nmultiprocessing.set_executable(sys.executable)\nsys.executable = '/opt/host'"
     _, starts, log = program(tmp_path, setting, 'exec "$REAL_PYTHON" "$@"', "any-name")
     assert starts in (3, 4)  # what is asked for before a worker begins it is compiled here

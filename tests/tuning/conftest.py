@@ -1,4 +1,4 @@
-"""Searches that are counted."""
+"""Counts searches."""
 
 import pathlib
 

@@ -80,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def source(case: Case) -> Source:
-    """Of what is lowered for a case without a measurement."""
+    """The source that lowering a case needs without a measurement."""
     return select.select(case.problem(), DEFAULT_CUDA, Options()).candidate.plan(case.problem()).source
 
 
@@ -317,7 +317,7 @@ def test_nothing_more_is_compiled_after_an_error(
 def test_a_miss_is_compiled_when_it_comes_to_be_measured(
     compilations: Compilations, monkeypatch: pytest.MonkeyPatch, played: Searches
 ) -> None:
-    """With tuning on a trace alone begins nothing: a search tries ten kernels for each problem."""
+    """With tuning on, a trace starts no compilation: a search tries ten kernels for each problem."""
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     run, args = program(*CASES)
     run.trace(args)

@@ -1,4 +1,4 @@
-"""What follows from how sure the cost models are: how many candidates are close, and whether XLA is preferred."""
+"""Effects of the cost model's uncertainty: how many candidates are close, and whether XLA is preferred."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ def _without_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> 
 
 
 def device(monkeypatch: pytest.MonkeyPatch, slower: float, doubt: float) -> None:
-    """XLA is so much slower, by its logarithm, and our estimates are of that uncertainty."""
+    """Sets how much slower XLA is (a logarithm), and the uncertainty of our estimates."""
     of_xla = XLAS(LONG, DEFAULT_CUDA)
     assert of_xla is not None
     changed = dataclasses.replace(of_xla, seconds=of_xla.seconds * math.exp(slower))
@@ -80,7 +80,7 @@ def test_more_candidates_are_close_where_the_model_is_less_sure(monkeypatch: pyt
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_operations_problems_have_a_class(op: str) -> None:
-    """Each search asks for it."""
+    """Each search asks for the class."""
     key = random_key(np.random.default_rng(0), DEFAULT_CUDA, op)
     for family in kernels.families(op):
         assert family.uncertainty(key.problem, DEFAULT_CUDA) > 0

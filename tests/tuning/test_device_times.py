@@ -103,7 +103,7 @@ def test_turns_are_told_apart_by_their_modules() -> None:
 
 
 def test_a_kernel_that_was_held_up_does_not_count() -> None:
-    """Of eight executions of two kernels that overlap one took a hundred times as long, and one came late."""
+    """Two kernels overlap in eight executions. One execution took a hundred times as long, and one began late."""
     calls = [[(0.0, 3.0), (2.0, 4.0)] for _ in range(8)]
     calls[3] = [(0.0, 400.0)] * 2
     calls[6] = [(0.0, 3.0), (30.0, 32.0)]

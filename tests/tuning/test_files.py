@@ -1,4 +1,4 @@
-"""Entries, results and the layers they come from: what is written is read again, and what is damaged is a miss."""
+"""Entries, results and their layers: written data is read again, and damaged data is a miss."""
 
 import dataclasses
 import json
@@ -164,7 +164,7 @@ def test_a_broken_entry_is_a_miss_with_one_warning(
 
 
 def _row(**change: Any) -> Callable[[dict[str, Any]], None]:
-    """The only measurement, which is XLA's."""
+    """Damages the only measurement, which is XLA's."""
     return lambda data: data["measurements"][0].update(change)
 
 
@@ -232,7 +232,7 @@ def test_what_is_no_regular_file_or_huge_is_a_miss_with_one_warning(
 
 
 def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
-    """Each entry says which key it is for; a copied or renamed file does not answer for another."""
+    """Each entry contains its key, so a copied or renamed file does not answer for another key."""
     rng = generator(3)
     one, two = (random_key(rng, CPU) for _ in range(2))
     put(cache, two, random_entry(rng, one, CPU).dumps())
@@ -243,7 +243,7 @@ def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
 
 
 def test_any_depth_of_nesting_is_a_miss() -> None:
-    """Also the depths that the parser just manages, and the message about them may not."""
+    """Also depths that the parser can just read, but the message cannot print."""
     key = key_of()
     entry = Entry.of(key, search.ranked(key)[0], (Measurement(XLA, 5.0),), None, {})
 

@@ -1,4 +1,4 @@
-"""What a lowering does where the choice is there already: it reads a file, and neither measures nor compiles."""
+"""A lowering with a stored choice reads one file, and neither measures nor compiles."""
 
 import functools
 import pathlib
@@ -31,7 +31,7 @@ CONVOLUTIONS = [case for case in cases.WGRAD_CASES if case.kernel == (3, 3) and 
 
 
 def wgrad(case: cases.Case) -> Any:
-    """A function that jit has not seen before, traced."""
+    """A traced function that jit has not seen before."""
     shapes = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in (case.lhs_shape, case.g_shape)]
     run = lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments())  # noqa: E731
     return jax.jit(run).trace(*shapes)
@@ -62,7 +62,7 @@ def device_code() -> list[Source]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[pathlib.Path]:
-    """The files that are read; nothing may be measured or compiled, or its evidence read."""
+    """The files that are read. Nothing may be measured or compiled, and no evidence read."""
     forbidden = mock.Mock(side_effect=AssertionError("measured, compiled or evidence read"))
     for where, name in ((tuner, "tune"), (nvrtc.Nvrtc, "compile"), (compiler, "compile_in_worker")):
         monkeypatch.setattr(where, name, forbidden)
@@ -81,7 +81,7 @@ def test_a_hit_in_the_shipped_table_reads_the_table_once_and_the_machine_code(re
     assert tables == [table.path_for(op, "NVIDIA H200") for op in ("conv_wgrad", "quantized_matmul")]
     cubins = [path for path in read if path.suffix == ".cubin"]
     looked_for = [path for path in read if path.suffix == ".json" and path not in tables]
-    # An entry of the user's would come first; it is looked for once more where the kernel is compiled ahead.
+    # A user's entry would come first. Compiling ahead looks for it once more.
     assert (len(cubins), len(set(looked_for))) == (4, 4)
     assert len(read) == 6 + len(looked_for) <= 14
 

@@ -1,4 +1,4 @@
-"""When a search runs: once for a miss, inside whatever JAX is doing, and never for what will not run here."""
+"""When a search runs: once for a miss, in any context of JAX, and never for code that will not run on this machine."""
 
 import pathlib
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def _shard_map(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
 
 
 def _twice(lhs: jax.Array, g: jax.Array, case: Case) -> tuple[Any, Any]:
-    """Two operations of one problem, in two programs as well."""
+    """Two operations with the same problem, also in two programs."""
     out = jax.jit(lambda x, y: wgrad(x, y, case) + wgrad(x + 1, y, case) - wgrad(x + 1, y, case))(lhs, g)
     again = jax.jit(lambda x, y: 2 * wgrad(x, y, case))(lhs, g)
     return again - out, lax_wgrad(lhs, g, case)
@@ -108,7 +108,7 @@ INSIDE = (_jit, _eager, _grad, _checkpoint, _vmap, _scan, _cond, _shard_map, _tw
 def test_a_miss_is_measured_once_inside(
     inside: Callable[..., tuple[Any, Any]], mode: str, tuned: list[ConvWgradProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the decision cannot be stored: a problem is measured once by a process in any case."""
+    """Even if the decision cannot be stored, a process measures a problem once."""
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", mode)
     salt = 100 + INSIDE.index(inside) + 20 * settings.WORDS["JAX_SPLITK_CACHE_MODE"].index(mode)
     with seeded(salt) as rng:
@@ -208,7 +208,7 @@ def test_what_is_never_tuned(tuned: list[ConvWgradProblem]) -> None:
 
 
 def test_other_platforms_are_not_tuned(tuned: list[ConvWgradProblem]) -> None:
-    """Code for a GPU that is not here, ahead of time."""
+    """Code that is lowered ahead of time for a GPU that is not here."""
     case = Case("aligned", 2, 9, 9, 64, 64, (3, 3), dtype="bfloat16")
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (case.lhs_shape, case.g_shape)]
     with jax_splitk.options(implementation="xla"):

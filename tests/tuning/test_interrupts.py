@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of tuning: KeyboardInterrupt as anywhere else, no damage, and the process goes on."""
+"""Ctrl-C at random moments of tuning: KeyboardInterrupt as usual, no damage, and the process goes on."""
 
 import json
 import os
@@ -24,7 +24,7 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 
-# Problems, which take longer than anybody waits; the message says how far it has come.
+# Problems that take longer than the test waits; the message says how many are done.
 TUNE = """
 import json, logging, pathlib, sys
 import jax
@@ -52,7 +52,7 @@ print(json.dumps([float(out[1, 1, 0, 0]), len(entry.measurements)]), flush=True)
 def interrupted(
     process: subprocess.Popen[str], delay: float, *, times: int = 1, send: Callable[[int, int], None] = os.kill
 ) -> tuple[str, str]:
-    """Its output, after as many Ctrl-C."""
+    """The output of a process after `times` Ctrl-C."""
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     for _ in range(times):
@@ -89,7 +89,7 @@ def test_ctrl_c_at_random_moments(count: int, tmp_path: pathlib.Path) -> None:
             assert err.rstrip().endswith("KeyboardInterrupt"), said
         items = stored.read_folder(tmp_path)
         assert [item.reason for item in items if item.entry is None] == [], said
-    # What was measured is kept, and so are the files of those that were interrupted in the middle.
+    # Measurements are kept, also those of interrupted problems.
     assert items
     assert all(item.entry and len(item.entry.measurements) > 1 for item in items)
 
@@ -117,7 +117,7 @@ with concurrent.futures.ThreadPoolExecutor(1) as pool:
 
 @pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 def test_a_terminals_ctrl_c_does_not_fail_a_compilation() -> None:
-    """It goes to every process of the terminal's group."""
+    """A terminal sends it to every process of its group."""
     process = start(LISTEN + COMPILE)
     out, err = interrupted(process, 0.05, send=os.killpg)
     assert process.returncode == 0, err

@@ -272,7 +272,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 def test_without_a_home_there_is_no_cache_and_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in containers that run under a number that is no user's."""
+    """Containers may run under a user number without a home folder."""
 
     def nobody(uid: int) -> Any:
         raise KeyError(uid)

@@ -1,4 +1,4 @@
-"""One decision for callers that allow workspaces of different sizes."""
+"""One decision serves callers that allow workspaces of different sizes."""
 
 import dataclasses
 import logging
@@ -49,7 +49,7 @@ def test_the_fastest_that_fits_is_taken() -> None:
     assert found.best(size(LARGE) - 1) == MIDDLE
     assert found.best(size(MIDDLE) - 1) == XLA
     assert found.best(size(MIDDLE) - 1, "host") == SMALL
-    assert found.best(size(SMALL) - 1) is None  # that XLA is faster than what does not fit says nothing
+    assert found.best(size(SMALL) - 1) is None  # XLA is faster than a kernel that does not fit, which proves nothing
     assert entry_of(XLA, times).best(0) == XLA
     assert entry_of(LARGE, {}).best(size(LARGE) - 1) is None
     store.save(found)
@@ -59,7 +59,7 @@ def test_the_fastest_that_fits_is_taken() -> None:
 
 
 def test_without_evidence_the_cost_model_chooses_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a row of a shipped table, whose evidence is its choice; a layer behind that has an answer comes first."""
+    """A row of a shipped table has no evidence but its choice. A later layer that has an answer comes first."""
     ship(KEY, LARGE)
     assert (chosen().config, chosen().why) == (LARGE.config, "shipped table: 5.0 us, XLA 9.0 us")
     choice = chosen(size(LARGE) - 1)
@@ -76,7 +76,8 @@ def test_without_evidence_the_cost_model_chooses_what_fits(monkeypatch: pytest.M
 
 
 def test_a_search_under_a_limit_serves_others(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One entry for all. What a larger limit allows is searched once; a search under the default stands for any."""
+    """There is one entry for all limits. Configs for a larger limit are searched once; a search under the default limit
+    serves every caller."""
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     monkeypatch.setattr(search, "FIRST_ROUND", 6)
     limits, tune = [], tuner.tune

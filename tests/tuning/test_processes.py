@@ -1,4 +1,5 @@
-"""Several processes: one cache, no lost or corrupt entry, one decision for a job, and artefacts that need neither."""
+"""Several processes: one cache without lost or corrupt entries, one decision for a job, and artefacts that need
+neither."""
 
 import pathlib
 import socket
@@ -123,7 +124,7 @@ def test_processes_tune_the_same_problems_into_one_cache(
         candidates = [m.candidate for m in entry.measurements]
         assert len(candidates) == len(set(candidates))
         assert {XLA, entry.choice, entry.predicted} <= set(candidates)
-        # At least what the last writer had measured.
+        # At least the measurements of the last writer.
         assert len(candidates) >= min(counts[i] for (_, counts), _ in outcomes)
     assert list(tmp_path.rglob(".tmp-*")) == []
     assert caplog.records == []
@@ -210,7 +211,8 @@ print(json.dumps({"entries": check(), "cubins": len(list((root / "cubin").glob("
 def test_writers_killed_at_random_points_leave_no_damage(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 of 100 writers of entries and 100 of cubins; what they leave is whole, or a temporary file."""
+    """kill -9 of 100 writers of entries and 100 writers of cubins: each file that remains is complete, or a temporary
+    file."""
     ((found, _),) = finish(start(KILLED_WRITERS, SEED % 2**31, 100, CACHE_DIR=str(tmp_path)), seconds=240)
     assert found["warned"] == []
     assert (found["entries"], found["cubins"]) == (5, 5)
@@ -284,7 +286,7 @@ ONE, TWO = wgrad_host.Config(3, 64), wgrad_host.Config(5, 96)
 
 
 def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Path) -> None:
-    """Different decisions, one's alone, the other's alone, XLA against ours; and each problem in two programs."""
+    """The caches have different decisions, only one has any, or one says XLA; each problem is in two programs."""
     caches = [tmp_path / "zero", tmp_path / "one"]
     decided(caches[0], ONE, 4), decided(caches[1], TWO, 4)
     decided(caches[0], ONE, 5)
@@ -307,7 +309,7 @@ def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Pa
 
 
 def test_two_processes_with_different_caches_compile_the_same_parts(tmp_path: pathlib.Path) -> None:
-    """Of one partitioned program: they choose while XLA compiles, and what they run together is right."""
+    """The processes choose while XLA compiles one partitioned program, and its result is right."""
     caches = [tmp_path / "zero", tmp_path / "one"]
     decided(caches[0], ONE, 4), decided(caches[1], TWO, 4)
     decided(caches[1], TWO, 6)
@@ -352,7 +354,7 @@ def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
 
 
 def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
-    """One process alone lowers the problem; then the other does: neither may use its own cache."""
+    """First one process alone lowers the problem, then the other: neither may use its own cache."""
     caches = [decided(tmp_path / "zero", ONE), decided(tmp_path / "one", TWO)]
     body = """
     if process == 0:
@@ -374,7 +376,7 @@ def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
-    """Also when it is lowered again; what all can compile is not."""
+    """Also when it is lowered again. Kernels that all can compile are used."""
     body = """
     from jax_splitk.runtime import plan
     from jax_splitk.runtime.compiler import CompilationError
@@ -412,7 +414,7 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
 
 
 def test_an_endless_wait_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinity is a number of seconds above 0, or it is refused as one: it is not a crash."""
+    """Infinity is a number of seconds above 0, or is refused as one: it does not crash."""
     monkeypatch.setenv("JAX_SPLITK_AGREEMENT_TIMEOUT_S", "inf")
     waits = []
 

@@ -1,4 +1,4 @@
-"""The second operation through keys, selection, the search, the caches and the command line."""
+"""Quantized products, the second operation, in keys, selection, the search, the caches and the command line."""
 
 import dataclasses
 import functools
@@ -82,7 +82,7 @@ def test_problems_from_files_are_checked(change: dict[str, Any], message: str) -
     ("float4_e2m1fn", "none", "float16", 96, 32),
 ])  # fmt: skip
 def test_random_operands_are_a_fair_trial(qtype: str, zero_dtype: str, x_dtype: str, k: int, group: int) -> None:
-    """Of a problem's shapes and dtypes, with results of moderate size, padded as `prepack` pads."""
+    """Operands have the problem's shapes and dtypes, results of moderate size, and padding as from `prepack`."""
     problem = QuantizedMatmulProblem(7, k, 70, x_dtype, "float32", qtype, group, "float16", zero_dtype)
     problem.validate()
     operands, others = (OPERATIONS["quantized_matmul"].random_operands(problem, seed) for seed in (SEED, SEED + 1))
@@ -132,7 +132,7 @@ def test_both_operations_are_tuned_once(cache: pathlib.Path, monkeypatch: pytest
     ("float16", "float32", "uint4", "float16"),
 ])  # fmt: skip
 def test_every_dtype_is_tuned(x_dtype: str, out_dtype: str, qtype: str, zero_dtype: str) -> None:
-    """A long reduction, so that XLA and ours differ in rounding as much as they do in practice."""
+    """The reduction is long, so that the rounding of XLA and of ours differs as much as in practice."""
     problem = QuantizedMatmulProblem(9, 2048, 40, x_dtype, out_dtype, qtype, 128, "bfloat16", zero_dtype)
     ((_, found),) = jax_splitk.tune_problems([problem], seconds=0.1)
     assert [m.error for m in found.measurements if m.error] == []

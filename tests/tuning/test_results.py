@@ -1,4 +1,4 @@
-"""A `TuningResult` as a value and as a context, and options for a block of code."""
+"""`TuningResult` as a value and as a context, and options for a block of code."""
 
 import copy
 import dataclasses
@@ -56,7 +56,7 @@ def test_a_result_can_be_copied_and_sent() -> None:
         assert lowered_config(wgrad, *operands(generator(6))[:2]) == ONE
     assert held != result_of(ONE)
     assert held != held.entries
-    # What differs in a measurement alone differs.
+    # Results that differ in one measurement are not equal.
     ((key, entry),) = result_of(ONE)
     slower = Entry.of(key, entry.choice, (*entry.measurements, Measurement(XLA, 1e6)))
     assert TuningResult(((key, slower),)) != result_of(ONE)
@@ -72,7 +72,7 @@ def test_a_block_that_was_not_entered_does_not_end() -> None:
 
 
 def test_calls_inside_a_block_do_not_compare_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The context is part of jit's key, of every function."""
+    """jit uses the context as part of the key of every function."""
     text = result_of(ONE).dumps()
     add = jax.jit(lambda x: x + 1)
     looked = []
@@ -193,7 +193,7 @@ def test_jit_traces_again_where_the_context_changes(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_result_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one result that overlap in two threads end where they began."""
+    """Blocks of one result that overlap in two threads restore their own contexts."""
     result = result_of(ONE)
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
     seen: dict[str, list[Any]] = {"first": [], "second": []}

@@ -1,4 +1,4 @@
-"""The search: what it measures, what may win, when it runs, and what a hit costs."""
+"""The search: its candidates, its winners, when it runs, and the cost of a hit."""
 
 import dataclasses
 import pathlib
@@ -96,7 +96,7 @@ print(json.dumps([out, [str(e.choice) for _, e in result], forbidden.call_count]
     ("float32", "float16"),
 ])  # fmt: skip
 def test_every_dtype_is_tuned(dtype: str, out_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long reduction, so that XLA and ours differ in rounding as much as they do in practice."""
+    """The reduction is long, so that the rounding of XLA and of ours differs as much as in practice."""
     monkeypatch.setattr(search, "FIRST_ROUND", 3)
     case = Case("long", 16, 30, 31, 4, 8, (2, 2), dtype=dtype)
     key = key_for(case.problem(out_dtype), CPU)
@@ -135,7 +135,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_xlas_own_error_is_accepted_and_twice_that_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA's kernels differ among themselves where sums are long; what none of them could have computed is refused."""
+    """XLA's kernels differ among themselves on long sums. Results that none of them could give are refused."""
     key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
     bench = Bench(key.problem, "cpu", threading.Event())
     exact = bench._reference
@@ -186,7 +186,7 @@ def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch
 
 
 def test_a_process_ends_although_a_candidate_does_not(cache: pathlib.Path) -> None:
-    """It hangs in its first calls, before anything is timed: XLA is chosen and stored, and the process can go."""
+    """The candidate hangs in its first calls, before it is timed: XLA is chosen and stored, and the process can end."""
     script = """
 import threading
 import jax_splitk
@@ -229,7 +229,7 @@ def test_a_failed_search_leaves_the_decision_to_the_cost_model(
 
 
 def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of our candidates would fail, XLA would win, and stay in the cache."""
+    """Otherwise all our candidates would fail, and XLA would win and stay in the cache."""
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     key = key_for(TINY.problem(), DEFAULT_CUDA)
     with pytest.raises(CompilerUnavailable, match="no compiler in this test"):
@@ -239,7 +239,7 @@ def test_nothing_is_decided_without_a_compiler(cache: pathlib.Path, monkeypatch:
 
 @pytest.mark.parametrize("wanted", [1, 2, 5, 23])
 def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although in several calls: as often as the candidates, whose time is divided by the same number."""
+    """In several calls, but as often as the candidates, whose time is divided by the same number."""
     monkeypatch.setitem(measure.ROTATED_BYTES, "cpu", wanted * TINY.problem().bytes_moved)
     bench = Bench(TINY.problem(), "cpu", threading.Event())
     assert max(wanted, 2) <= bench.sets <= max(wanted, 2) + measure.CALLED_TOGETHER - 1
@@ -282,13 +282,13 @@ def contestant(name: str, *device_times: float) -> measure.Contestant:
 
 
 def test_a_disturbed_round_does_not_hide_a_faster_candidate() -> None:
-    """The model's choice had one bad round: it is no tie, and certainly no reason to take XLA."""
+    """The model's choice had one bad round: this is no tie, and no reason to choose XLA."""
     best, predicted = contestant("best", 65.5, 65.6, 65.7), contestant("predicted", 74.9, 90.1, 74.8)
     assert search.decide([best, predicted], contestant("xla", 72.8, 72.9, 72.7), predicted.candidate) is best
 
 
 def test_on_a_busy_machine_what_is_slower_than_xla_is_not_chosen() -> None:
-    """By the wall clock, whose rounds lie far apart there."""
+    """Times are from the wall clock, whose rounds differ much on a busy machine."""
     ours, xla = (
         measure.Contestant(Candidate(name), lambda: None, times)
         for name, times in (("ours", [5200.0, 2400.0, 4100.0]), ("xla", [655.0, 1300.0, 2900.0]))
@@ -299,7 +299,7 @@ def test_on_a_busy_machine_what_is_slower_than_xla_is_not_chosen() -> None:
 
 
 def test_many_rounds_forgive_one() -> None:
-    """Seven of the model's choice that are slower but for one; two are a tie."""
+    """Seven rounds in which the model's choice is slower, but for one, decide; two rounds are a tie."""
     predicted, xla = contestant("predicted", *[103.0] * 7), contestant("xla", 500.0)
     for slow, winner in ((1, "best"), (2, "predicted")):
         best = contestant("best", *[100.0] * (7 - slow), *[110.0] * slow)
@@ -307,7 +307,7 @@ def test_many_rounds_forgive_one() -> None:
 
 
 def test_a_tie_with_xla_is_no_reason_for_the_models_choice() -> None:
-    """It stays where it is within the noise of the fastest, but not where that may cost the gain on XLA."""
+    """The model's choice stays if it is within the noise of the fastest, but not if that may lose the gain over XLA."""
     best, predicted = contestant("best", *[101.4] * 3), contestant("predicted", *[103.0] * 3)
     for xla, winner in ((103.7, best), (102.0, best), (101.0, None), (106.0, predicted)):
         last = contestant("xla", *[xla] * 3)

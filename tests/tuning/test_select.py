@@ -1,4 +1,4 @@
-"""Which implementation and config computes a problem, and what is said of it."""
+"""Which implementation and config computes a problem, and the messages about it."""
 
 import dataclasses
 import functools
@@ -115,7 +115,7 @@ def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tm
 def test_an_explicit_implementation_takes_the_fastest_that_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """Of all its families, where the decision is XLA."""
+    """The fastest of all its families, even if the decision is XLA."""
     isolate(monkeypatch, tmp_path)
     key = key_for(PROBLEM, DEFAULT_CUDA)
     ranking = search.ranked(key)
@@ -187,7 +187,7 @@ def test_an_illegal_config_is_a_value_error_with_the_reason() -> None:
 
 
 def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be lowered, unless a cache has the kernel; what would be chosen needs no compiler."""
+    """A lowering needs a compiler or a cached kernel; asking for the choice does not."""
     chosen = select(PROBLEM, DEFAULT_CUDA, Options())
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     lowered = functools.partial(select, PROBLEM, DEFAULT_CUDA, final=True)
@@ -206,7 +206,7 @@ def test_without_a_compiler_hopper_is_not_chosen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_in_a_job_a_process_without_a_compiler_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must come to the others' barriers; there they learn what it lacks."""
+    """It must reach the others' barriers, where they learn that it cannot compile."""
     monkeypatch.setattr(compiler, "held", lambda source: None)
     monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler in this test")
     monkeypatch.setattr(agreement, "needed", lambda: True)
@@ -313,7 +313,7 @@ def test_a_fallback_that_costs_time_is_a_warning_once_for_each_reason(
         ]
         assert levels(other, undivided="odd") == ["INFO"]
         assert levels(other, undivided="even") == ["WARNING"]
-        # Nothing is lost where no kernel would serve, or XLA is the better choice.
+        # No warning if no kernel would serve, or if XLA is the better choice.
         for problem, target in ((double, DEFAULT_CUDA), (THREES, DEFAULT_CUDA), (PROBLEM, A100), (UNKNOWN, CPU)):
             assert levels(problem, target, undivided="other") == ["INFO"]
         assert levels(THREES) == levels(PROBLEM, A100) == ["INFO"]

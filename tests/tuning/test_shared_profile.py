@@ -1,4 +1,4 @@
-"""One profile for all searches that wait: what each gets of it, and what becomes of those that fail or go away."""
+"""One profile serves all searches that wait: its parts, and searches that fail or give up."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ from jax_splitk.tuning.shared_profile import SharedProfile
 
 
 class Device:
-    """Whose profiles have what ran in them; `busy` until it is set free."""
+    """A device whose profiles show the work that ran in them; `busy` until it is set free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.profiles: list[list[Event]] = []
@@ -59,7 +59,7 @@ def nothing() -> None:
 
 
 def waiting(shared: SharedProfile, count: int) -> None:
-    """Until so many wait for the next profile."""
+    """Waits until `count` searches wait for the next profile."""
     deadline = time.monotonic() + 60
     while len(shared._waiting) < count:
         assert time.monotonic() < deadline
@@ -67,7 +67,7 @@ def waiting(shared: SharedProfile, count: int) -> None:
 
 
 def asked(pool: ThreadPoolExecutor, shared: SharedProfile, *works: tuple[Any, ...]) -> list[Future[list[Event]]]:
-    """The futures of these arguments' profiles, which are asked for one after the other."""
+    """The futures of profiles of these arguments, requested one after the other."""
     found = []
     for work in works:
         found.append(pool.submit(shared.events, *work))

@@ -28,7 +28,7 @@ _THREADS = 128  # depthwise.cu has the same
 _COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _ROWS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64, 112, 128)
 _MAX_KERNEL, _MAX_TAPS, _MAX_STRIDE = 7, 49, 4
-_MAX_REGISTERS = 212  # of a thread, as `_registers` counts them; beyond it some spill
+_MAX_REGISTERS = 212  # most registers of a thread, as `_registers` counts them; above it some spill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config:
 
     Attributes:
       columns: neighbouring columns, a multiple of the stride of an input gradient.
-      rows: rows; of an input gradient as many times its stride.
+      rows: rows; for an input gradient, multiplied by its stride.
     """
 
     columns: int
@@ -46,7 +46,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Args(Struct):
-    """Of the kernel: threads that compute something."""
+    """The kernel's arguments: the number of threads that compute something."""
 
     items: int
 
@@ -60,7 +60,7 @@ def _word_channels(problem: ConvProblem) -> int:
 
 
 def _strips(problem: ConvProblem, config: Config) -> tuple[int, int]:
-    """Along rows and along columns."""
+    """The numbers of strips along rows and along columns."""
     g = _forward(problem)
     columns = output_blocks(g, 2)[2] * g.lhs_dilation[2]
     return -(-output_blocks(g, 1)[2] // config.rows), -(-columns // config.columns)
@@ -72,7 +72,7 @@ def _items(problem: ConvProblem, config: Config) -> int:
 
 
 def _window(g: Geometry) -> int:
-    """Rows of sums that a thread has."""
+    """Rows of sums in a thread's registers."""
     return g.reach[1] // g.stride[1] + g.lhs_dilation[1]
 
 
@@ -83,7 +83,7 @@ def _read(g: Geometry, config: Config) -> int:
 
 
 def _registers(problem: ConvProblem, config: Config) -> int:
-    """Sums, taps, the words that are loaded and those that are multiplied, and the rest."""
+    """A thread's registers: sums, taps, loaded words, multiplied words, and others."""
     g, channels = _forward(problem), _word_channels(problem)
     rows = min(g.stride[1], g.kernel[1])
     words = _read(g, config) * (2 * rows - 1 + channels)
@@ -91,7 +91,7 @@ def _registers(problem: ConvProblem, config: Config) -> int:
 
 
 class DepthwiseConv(Passes[Config]):
-    """One input channel to each output channel."""
+    """Each input channel has one output channel."""
 
     ABI = 1
     file = "conv/depthwise.cu"
@@ -124,7 +124,7 @@ class DepthwiseConv(Passes[Config]):
         return reason
 
     def _fitting(self, problem: ConvProblem) -> list[int]:
-        """Columns that are legal."""
+        """The legal numbers of columns."""
         rows = max(_ROWS)
         return [columns for columns in _COLUMNS if self.config_refusal(problem, Config(columns, rows)) is None]
 
@@ -143,14 +143,14 @@ class DepthwiseConv(Passes[Config]):
         return [other for other in found if other != config]
 
     def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
-        """Of a multiprocessor as full as the machine is."""
+        """The work of a multiprocessor, if all have the same share."""
         g, channels = _forward(problem), _word_channels(problem)
         window, up = _window(g), g.lhs_dilation[1]
         again = (config.rows + (window - up) / up) / config.rows  # rows above a strip
         read = _read(g, config) * g.lhs_dilation[2] / (config.columns * g.stride[2]) * again * g.kernel[0]
         x_bytes = 4.0 * math.prod((g.batch, *g.size)) * problem.in_channels / channels
         l2 = problem.bytes_moved + (read - 1) * x_bytes
-        # Instructions of a thread, for a row of its strip. A channel of 16 bits is unpacked first.
+        # A thread's instructions for a row of its strip. 16-bit channels are unpacked first.
         planes, rows = -(-g.kernel[0] // g.lhs_dilation[0]), min(g.stride[1], g.kernel[1])
         unpack = 4 * (channels - 1)
         products = math.prod(g.kernel[1:]) * (config.columns * channels / g.lhs_dilation[2] + unpack)

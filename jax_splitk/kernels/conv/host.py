@@ -22,7 +22,7 @@ _ROW_BLOCK = 96
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut: `splits` partial sums of the reduction, `block` of its elements loaded at a time."""
+    """The division of the work: `splits` partial sums of the reduction, `block` of its elements loaded at a time."""
 
     splits: int
     block: int

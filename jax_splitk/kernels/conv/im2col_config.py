@@ -1,8 +1,8 @@
-"""Configs of dense passes (`im2col`): their tiles, and how long these take.
+"""Configs of dense passes (`im2col`): tiles, pipelines and workers.
 
-Two ways to walk over the tiles: a thread block for each of them, or persistent thread blocks (`workers`), of which each
-computes one tile after the other, so that nothing waits for the end of a tile: its results are stored while the next
-one is multiplied and the one after that is loaded ("persistent" kernels in CUTLASS's documentation).
+There is either a thread block for each tile, or persistent thread blocks (`workers`; see CUTLASS's documentation). A
+persistent thread block computes one tile after the other: it stores the results of a tile while it multiplies the next
+one and loads the one after that.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
-BARRIER_BYTES = 256  # at most, of shared memory beside what a launch asks for
+BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
 # Tiles of two consumers whose sums fit into half of the registers.
 _TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
@@ -32,8 +32,9 @@ class Config(SplitTile):
     """How a pass is computed: see `SplitTile`.
 
     Attributes:
-      taps: of a filter row that a stage has: 1, or all. All read the same pixels, each from a row of its own on, so
-        that these are loaded once; tiles then have pixels between the images' lines, too, which are not stored.
+      taps: number of a filter row's taps in a stage: 1, or all. All taps read the same pixels, each starting at another
+        row, so the pixels are loaded once. Tiles then also have pixels between the lines of images, which are not
+        stored.
       swap: False puts pixels on the tile's M side and output channels on N; True the reverse.
       workers: persistent thread blocks, which share the tiles; 0: as many thread blocks as tiles.
     """
@@ -44,12 +45,12 @@ class Config(SplitTile):
 
     @property
     def pixels(self) -> int:
-        """Of a tile."""
+        """The pixels of a tile."""
         return self.tile_n if self.swap else self.tile_m
 
     @property
     def channels(self) -> int:
-        """Of a tile: those of the output."""
+        """Output channels of a tile."""
         return self.tile_m if self.swap else self.tile_n
 
     @property
@@ -63,7 +64,7 @@ class Config(SplitTile):
 
     @property
     def teams(self) -> int:
-        """Of consumers, which take turns at the tiles."""
+        """Teams of consumers, which take turns at the tiles."""
         return 2 if self.workers and self.consumers == 1 else 1
 
     @property
@@ -76,13 +77,14 @@ class Config(SplitTile):
 
     @property
     def result_bytes(self) -> int:
-        """Of shared memory, beside the stages: the results of a tile that are stored while the next is multiplied."""
+        """Shared memory besides the stages, for the results of a tile that are stored while the next tile is
+        multiplied."""
         return self.teams * self.tile_m * self.tile_n * 2 if self.workers else 0
 
     @property
     def blocks_per_sm(self) -> int:
-        """2 also of a tile with two consumers: reductions are short, and the products of one thread block hide what the
-        other begins and ends with."""
+        """2 also for a tile with two consumers: reductions are short, and the products of one thread block hide the
+        beginning and the end of the other's tile."""
         if self.workers:
             return 1
         fits = 2 * self.shared_bytes <= SHARED_BYTES
@@ -90,20 +92,20 @@ class Config(SplitTile):
 
     @property
     def most_stages(self) -> int:
-        """Of a persistent thread block."""
+        """The largest number of stages of a persistent thread block."""
         room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
         return min(MAX_STAGES, room // self.stage_bytes)
 
     @property
     def result_rows(self) -> int:
-        """Of 128 bytes."""
+        """Rows of 128 bytes for a tile's results."""
         return self.pixels * -(-self.channels * 2 // ROW_BYTES)
 
 
 @functools.lru_cache(maxsize=4096)
 def row_bytes(problem: ConvProblem) -> int:
-    """Of a block of channels, at one tap: a row of shared memory, or a half or a quarter of one, so that a stage has
-    several taps instead of zeros. Those of a group end with a block, since others' follow."""
+    """Bytes of a block of channels at one tap: a row of shared memory, or a half or a quarter of a row, so that a stage
+    has several taps instead of zeros.next group's channels follow."""
     size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
     if problem.feature_group_count > 1:
         return math.gcd(size, ROW_BYTES)
@@ -123,7 +125,7 @@ def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def shared_taps(problem: ConvProblem) -> int:
-    """Taps of a filter row that a stage may have."""
+    """How many taps of a filter row a stage may have."""
     if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
         return 1
     last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
@@ -132,12 +134,12 @@ def shared_taps(problem: ConvProblem) -> int:
 
 
 def tile_count(problem: ConvProblem, config: Config) -> int:
-    """Of a phase, in all groups."""
+    """Tiles of a phase, in all groups."""
     return math.prod(tile_counts(problem, config)) * problem.feature_group_count
 
 
 def can_persist(problem: ConvProblem) -> bool:
-    """Whether a persistent thread block can hand its results over: 16 bits, stored by 16 bytes; and each phase has some
-    (where there are zeros to store, they are no faster)."""
+    """Whether a persistent thread block can hand over its results: they have 16 bits and are stored in units of 16
+    bytes. Each phase must have taps, since phases of zeros are no faster this way."""
     halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
     return halves and forward(problem).group_channels[1] % 8 == 0 and all(map(math.prod, tap_counts(problem)))

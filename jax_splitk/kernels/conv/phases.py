@@ -1,7 +1,7 @@
 """The pixels of a dense forward pass whose input is dilated.
 
-Along an axis each residue of the output's pixels modulo the dilation meets taps of its own; one of each axis makes a
-phase. Without dilation there is one.
+Along an axis, output pixels with the same residue modulo the dilation use the same taps. One residue for each axis
+makes a phase. Without dilation there is one phase.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 
 @dataclasses.dataclass(frozen=True)
 class Residue:
-    """Output pixels of an axis that meet the same taps: `place`, `place + up` and so on.
+    """Output pixels of an axis that use the same taps: `place`, `place + up` and so on.
 
     Attributes:
       first, taps: the first tap, and how many there are.
-      origin: the input's pixel that the first tap of pixel `place` meets.
+      origin: the input pixel that the first tap of pixel `place` reads.
     """
 
     place: int
@@ -34,11 +34,12 @@ class Axis:
     """A spatial dimension of a forward pass whose input is dilated by `up`.
 
     Attributes:
-      tap_step, step: from a tap of a residue to its next, in taps and in the input's pixels.
-      residues: those with many taps first.
-      pixels: of the largest residue.
+      tap_step, step: distance of a residue's neighbouring taps, in taps and in input pixels.
+      residues: the residues, those with many taps first.
+      pixels: number of pixels of the largest residue.
       lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
-      shared: taps that are one, or all: then there is one residue, and windows begin for each of them.
+      shared: how many taps share their pixels: one, or all. With all taps there is one residue, and each tap has
+        windows of its own.
     """
 
     size: int
@@ -77,7 +78,7 @@ class Axis:
 
     @property
     def reach(self) -> int:
-        """From the first of the shared taps to the last."""
+        """Distance from the first of the shared taps to the last."""
         return (self.shared - 1) * self.dilation
 
     @property
@@ -89,7 +90,7 @@ class Axis:
         return self.lower + (self.pixels - 1) * self.down + 1 - self.size
 
     def offset(self, residue: Residue) -> int:
-        """Of its first tap."""
+        """The offset of the residue's first tap."""
         return residue.origin - self.lower if residue.taps else 0
 
     @property
@@ -100,7 +101,8 @@ class Axis:
 
 @functools.lru_cache(maxsize=4096)
 def axes(problem: ConvProblem, shared: int = 1) -> tuple[Axis, ...]:
-    """Of the forward pass with as few spatial dimensions as it can have; so many taps of the last are shared."""
+    """The axes of the forward pass with the fewest possible spatial dimensions; `shared` taps of the last axis share
+    their pixels."""
     p = folded(forward(problem), 1)
     sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
     lows = tuple(low for low, _ in p.padding)
@@ -110,12 +112,12 @@ def axes(problem: ConvProblem, shared: int = 1) -> tuple[Axis, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def tap_counts(problem: ConvProblem, shared: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Of each phase, along each axis."""
+    """The number of taps of each phase along each axis."""
     return tuple(itertools.product(*([residue.taps for residue in axis.residues] for axis in axes(problem, shared))))
 
 
 def pixels(problem: ConvProblem, shared: int = 1) -> int:
-    """Of a phase, in all images."""
+    """The pixels of a phase in all images."""
     return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem, shared))
 
 

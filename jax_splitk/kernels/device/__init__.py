@@ -1,1 +1,1 @@
-"""What kernels of several operations share: device headers and the host's side of them."""
+"""Shared by kernels of several operations: device headers, and their host side."""

@@ -1,10 +1,11 @@
-"""The register file, shared out by role: a warpgroup of producers, which compute addresses or convert what they load,
-and consumer warpgroups.
+"""Divides the register file among roles: a warpgroup of producers, which compute addresses or convert loaded data, and
+consumer warpgroups.
 
-The instruction for it (setmaxnreg) wants multiples of 8. Device code has a thread's as PRODUCER_REGS and CONSUMER_REGS.
+The instruction setmaxnreg needs multiples of 8. PRODUCER_REGS and CONSUMER_REGS in device code are the registers of a
+thread.
 """
 
-# By (thread blocks on an SM, consumer warpgroups): a producer thread's and a consumer thread's.
+# For (thread blocks on an SM, consumer warpgroups): registers of a producer's and of a consumer's thread.
 _SHARES = {
     (1, 1): (104, 240),
     (1, 2): (88, 208),
@@ -17,7 +18,7 @@ _SHARES = {
 
 
 def consumer_registers(blocks_per_sm: int, consumers: int) -> int:
-    """Of a thread; 0 where there are no such shares."""
+    """Registers of a consumer's thread; 0 if there is no entry."""
     return _SHARES.get((blocks_per_sm, consumers), (0, 0))[1]
 
 

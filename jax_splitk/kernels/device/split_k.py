@@ -41,7 +41,7 @@ def whole_splits(blocks: int, splits: int) -> int:
 
 
 def reduce_lanes(chunks: int, splits: int) -> int:
-    """Threads of a block that share the splits of each of so many float4, a power of 2: several where the output is
+    """Threads of a block that share the splits of each of `chunks` float4, a power of 2: several if the output is
     small."""
     lanes = 1
     while lanes < MAX_LANES and lanes * 4 <= splits and chunks * lanes < FILL:

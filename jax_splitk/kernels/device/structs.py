@@ -1,8 +1,8 @@
-"""C structs of 32-bit integers that the host fills and device code reads, declared once: here, as Python dataclasses,
+"""C structs of 32-bit integers that the host fills and device code reads. They are declared once, as Python dataclasses
 or by their values (`Values`).
 
 `declarations` gives the C text, which stands in a device source in place of `#include "structs.cuh"`; `Struct.param`
-gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is one in C, too.
+gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is a derived struct in C.
 """
 
 import dataclasses
@@ -32,12 +32,13 @@ class Struct:
 
 @dataclasses.dataclass(frozen=True)
 class Divisor(Struct):
-    """Divides any number below 2**31 in device code, by multiplication: n * multiplier >> shift. See `divisor.cuh`.
+    """A divisor for device code: divides any number below 2**31 by multiplication, n * multiplier >> shift. See
+    `divisor.cuh`.
 
     Attributes:
-      value: the divisor; by 0 nothing is divided.
+      value: the divisor; 0 is never used to divide.
       multiplier: 2**31 to 2**32 - 1, less 2**32, since the words of a struct are signed.
-      shift: of the product of 64 bits.
+      shift: shift of the 64-bit product.
     """
 
     value: int
@@ -58,8 +59,8 @@ Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...] | list["Values"]
 
 
 class Values(Struct):
-    """A struct by the values of its fields. A tuple is one for each of the last of the dimensions d, h and w, a list an
-    array of structs of one name."""
+    """A struct given by the values of its fields. A tuple has one value for each of the last of the dimensions d, h and
+    w. A list is an array of structs of one name."""
 
     def __init__(self, name: str, values: dict[str, Field]) -> None:
         self.name, self.values = name, values
@@ -70,7 +71,7 @@ class Values(Struct):
                 yield from each._words() if isinstance(each, Struct) else (each,)
 
     def nested(self) -> Iterator["Values"]:
-        """The structs of its arrays, one of each."""
+        """One struct of each of its arrays."""
         return (value[0] for value in self.values.values() if isinstance(value, list))
 
     def declaration(self) -> str:
@@ -97,7 +98,7 @@ def declarations(*structs: type[Struct] | Values) -> str:
 
 
 def constants(name: str, values: dict[str, int]) -> str:
-    """The C declaration of a struct of constants, in capitals."""
+    """The C declaration of a struct of constants, whose names are in capitals."""
     members = ", ".join(f"{field.upper()} = {value}" for field, value in values.items())
     return f"struct {name} {{\n  static constexpr int {members};\n}};\n"
 

@@ -5,16 +5,16 @@ import itertools
 import math
 from collections.abc import Sequence
 
-ROW_BYTES = 128  # of shared memory: the swizzle; of a stage, for each row and column of the tile
+ROW_BYTES = 128  # a row of shared memory, the swizzle's width, for each row and column of the tile
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 
-# Stages that nothing is loaded into: the one that is multiplied, until all consumers are through with it (what fitted
-# 1,900 times of im2col passes best).
+# Stages that are not being loaded: the one that is multiplied, until all consumers are done with it (the best fit to
+# 1,900 times of im2col passes).
 HELD = 1.4
 
-# Sums of a thread where it has each twice, of a chain and of all; by thread blocks that share an SM.
+# Most sums of a thread that holds each twice (of a chain, and of all), by thread blocks that share an SM.
 MAX_CHAINED_SUMS = {1: 64, 2: 32}
 
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
@@ -27,7 +27,7 @@ TILES = (
 
 @dataclasses.dataclass(frozen=True)
 class WgmmaTile:
-    """What configs of such kernels begin with.
+    """Common fields of configs for such kernels.
 
     Attributes:
       tile_m, tile_n: output tile of a thread block (elements); see `TILES`.
@@ -44,7 +44,7 @@ class WgmmaTile:
 
     @property
     def depth(self) -> int:
-        """`ROW_BYTES` of the reduction in a stage."""
+        """Elements of the reduction in a stage, `ROW_BYTES` long."""
         return 1
 
     @property
@@ -58,31 +58,30 @@ class WgmmaTile:
 
     @property
     def threads(self) -> int:
-        """The producer's and the consumers'."""
+        """Threads of the producer and the consumers."""
         return 128 * (self.consumers + 1)
 
     @property
     def thread_sums(self) -> int:
-        """Of a consumer's thread."""
+        """Sums of a consumer's thread."""
         return self.tile_m // 64 // self.consumers * self.tile_n // 2
 
     @property
     def may_chain(self) -> bool:
-        """Whether a thread has the registers for its sums twice."""
+        """Whether a thread has enough registers to hold its sums twice."""
         return self.thread_sums <= MAX_CHAINED_SUMS[self.blocks_per_sm]
 
     @property
     def blocks_per_sm(self) -> int:
-        """2 where shared memory and, at 128 registers a thread, the accumulators allow it."""
+        """2 if shared memory and, at 128 registers a thread, the accumulators allow it."""
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
     def stage_work(self, stages: int, chain: int, together: int) -> dict[str, float]:
-        """What a Work has of so many stages of a multiprocessor, which `together` thread blocks share, of `chain` of
-        them each: products, their operands, and loads that are waited for."""
+        """Fields of the Work for `stages` stages of a multiprocessor, which `together` thread blocks share, each in a
+        chain of `chain` stages: products, their operands, and loads that are waited for."""
         # A WGMMA reads 64 rows and its columns.
         read = self.depth * self.tile_m // 64 * (64 + self.tile_n) * ROW_BYTES
-        # Of the loads of a stage as many are under way as a thread block has stages, less `HELD`. The first ones wait
-        # for none.
+        # A thread block has as many loads under way as stages, minus `HELD`. Its first loads do not wait.
         waiting = max(0.0, 1 - self.stages / chain) / ((self.stages - HELD) * together)
         return {
             "tensor_clocks": stages * self.depth * self.tile_m * self.tile_n / 32,
@@ -93,26 +92,27 @@ class WgmmaTile:
 
 
 def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
-    """The deepest pipeline that fits in shared memory and is of use."""
+    """The deepest pipeline that fits in shared memory and is useful."""
     room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // ((tile_m + tile_n) * ROW_BYTES)
     return min(MAX_STAGES, room)
 
 
 def depths(tile_m: int, tile_n: int, config: type[WgmmaTile] = WgmmaTile) -> list[int]:
-    """Stages that are worth a try: as many as fit one or, where they may share it, two thread blocks of an SM."""
+    """Numbers of stages that are worth a try: the most that one thread block can have and, if two may share an SM, the
+    most that each of two can have."""
     one, two = (max_stages(tile_m, tile_n, blocks) for blocks in (1, 2))
     return sorted({one, two} if config(tile_m, tile_n, two).blocks_per_sm == 2 else {one})
 
 
 def lines_of_row(pitch: int) -> int:
-    """Lines of 128 bytes that a row of as many touches, where rows are `pitch` bytes apart; two lines in parts of 32
+    """Lines of 128 bytes that a row of 128 bytes touches, if rows are `pitch` bytes apart. Two lines in parts of 32
     bytes count twice."""
     step = math.gcd(pitch, ROW_BYTES)
     return 1 if step == ROW_BYTES else 2 if step >= 32 else 4
 
 
 def tile_refusal(tile: WgmmaTile, tiles: Sequence[tuple[int, int]] = TILES) -> str | None:
-    """Why the tile is none of these; None where it is."""
+    """Why the tile is not one of `tiles`; None if it is."""
     if (tile.tile_m, tile.tile_n) in tiles:
         return None
     return f"tile {tile.tile_m}x{tile.tile_n}; accepted: {', '.join(f'{m}x{n}' for m, n in tiles)}"

@@ -1,4 +1,4 @@
-"""Packed weights as the kernels take them: the host's side of `quantized/dequantize.cuh` and `quantized/scales.cuh`."""
+"""The host's side of `quantized/dequantize.cuh` and `quantized/scales.cuh`, which read packed weights."""
 
 from jax import numpy as jnp
 
@@ -21,7 +21,7 @@ def has_zero(problem: QuantizedMatmulProblem) -> bool:
 
 
 def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
-    """Of the types, and of the groups (0: one for all k)."""
+    """Macros for the types, and for the groups (0: one for all k)."""
     return {
         "FORMAT": FORMAT_CODES[problem.qtype],
         "OUT": OUT_CODES[problem.out_dtype],
@@ -32,7 +32,7 @@ def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
 
 
 def weight_bytes(problem: QuantizedMatmulProblem, features: int, k: int) -> int:
-    """Of words, scales and zero points of a part of the weight; those of channels are not counted."""
+    """Bytes of words, scales and zero points of a part of the weight, without per-channel scales."""
     items = jnp.dtype(problem.scale_dtype).itemsize
     if has_zero(problem):
         items += jnp.dtype(problem.zero_dtype).itemsize

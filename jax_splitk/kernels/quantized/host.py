@@ -1,8 +1,8 @@
 """The `host` product with a packed quantized weight: split-k over XLA's CPU threads (see ffi/host_quantized.cc).
 
 A thread decodes a tile of 64 features by 64 k to float32, multiplies it with its rows of the activation, and goes on
-along its part of k. Where one part is not all of k, a second pass adds the parts' partial sums in order, as in
-CUTLASS's parallel split-k.
+along its part of k. If there are several parts, a second pass adds their partial sums in order, as in CUTLASS's
+parallel split-k.
 """
 
 import dataclasses
@@ -24,9 +24,8 @@ _MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc has the same
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut: `splits` parts of k's tiles, `row_block` activation rows for each decoding of a tile.
-
-    The result is bitwise determined by `splits`, whatever the number of threads.
+    """The division of the work: `splits` parts of k's tiles, `row_block` activation rows for each decoding of a tile.
+    `splits` alone determines the bits of the result.
     """
 
     splits: int
@@ -34,7 +33,7 @@ class Config:
 
 
 class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
-    """Every valid problem, of a size that an int32 holds."""
+    """Serves every valid problem whose sizes an int32 holds."""
 
     name = "quantized_host"
     ABI = 3
@@ -55,7 +54,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
         return None
 
     def unmeasured_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
-        """Where XLA:CPU is faster: it decodes the whole weight in memory, which pays where many rows share that."""
+        """XLA:CPU is faster with many rows: it decodes the whole weight once for all rows."""
         if problem.rows > 128:
             return f"rows={problem.rows} are faster on XLA:CPU; preferred up to 128"
         if problem.flops < 512:
@@ -63,7 +62,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
         return None
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
-        """Few splits where features and rows make tasks enough, and three row blocks."""
+        """Few splits if features and rows give enough tasks, and three row blocks."""
         splits = sorted({1, 2, 4, 8, target.cores, 2 * target.cores})
         configs = [Config(s, b) for b in (24, 96, 384) if b < problem.rows + 96 for s in splits]
         return [config for config in configs if self.config_refusal(problem, config) is None]

@@ -1,4 +1,4 @@
-"""Names of what computes a product with a quantized weight."""
+"""Names of kernels for products with a quantized weight."""
 
 from typing import Any
 

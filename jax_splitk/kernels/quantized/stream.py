@@ -1,9 +1,8 @@
-"""Kernel family: products of a packed quantized weight with at most 64 rows of activations, on Hopper by WGMMA
-(device code: quantized/stream.cu). Activations of e4m3 are multiplied as they are where the weight's format allows it.
-
-Such a product is bound by the weight's bytes. Thread blocks stay on their SMs, keep a slice of the activations in
-shared memory, and stream row tiles of 64 features through a pipeline; a cluster of blocks divides k, and adds its sums
-through distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
+"""Kernel family: products of a packed quantized weight with at most 64 rows of activations, on Hopper by WGMMA (device
+code: quantized/stream.cu). e4m3 activations are multiplied directly if the weight's format allows it. The bytes of the
+weight bound the time of such a product. Thread blocks stay on their SMs, keep a slice of the activations in shared
+memory, and stream row tiles of 64 features through a pipeline; a cluster of blocks divides k, and adds its sums through
+distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jax_splitk.runtime.target import Target, resident_blocks
 TILES_N = (8, 16, 32, 64)
 WARPGROUPS = (1, 2, 4)
 TILES = (1, 2, 4)
-CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: 8 are the most that every Hopper GPU runs
+CLUSTERS = (1, 2, 4, 8)  # thread blocks of a cluster: every Hopper GPU runs up to 8
 WIDEST_OF_FOUR = 16  # tile_n with four warpgroups, for their registers: half of it with zero points, twice for e4m3
 MAX_STAGES = 14  # barriers
 
@@ -42,9 +41,9 @@ class Config:
     """How a product is computed.
 
     Attributes:
-      tile_n: rows of x of a thread block, 8, 16, 32 or 64, at least the problem's.
-      warpgroups: consumers; each takes other k.
-      tiles: tiles of 64 features by 64 k of a warpgroup in a stage.
+      tile_n: rows of x in a thread block: 8, 16, 32 or 64, at least the problem's.
+      warpgroups: consumers, each with a different part of k.
+      tiles: tiles of 64 features by 64 k that a warpgroup has in a stage.
       stages: depth of the shared-memory pipeline.
       cluster: thread blocks that divide k.
       clusters: how many clusters run; each takes every `clusters`-th tile of 64 features.
@@ -59,22 +58,22 @@ class Config:
 
 
 def products(p: QuantizedMatmulProblem) -> str:
-    """The type that the tensor cores multiply: x's own, but float16 for what e4m3 products cannot do exactly enough.
+    """The type that the tensor cores multiply: x's own, but float16 if e4m3 products are not exact enough.
 
-    That is formats with more than four significant bits, zero points, and float32 results: the tensor cores keep some
-    14 bits of a sum of e4m3 products.
+    They are not for formats with more than four significant bits, zero points, and float32 results: the tensor cores
+    keep some 14 bits of a sum of e4m3 products.
     """
     exact = p.qtype in E4M3_FORMATS and not has_zero(p) and p.out_dtype != "float32"
     return "float16" if p.x_dtype == "float8_e4m3fn" and not exact else p.x_dtype
 
 
 def stage_tiles(config: Config) -> int:
-    """Tiles of 64 features by 64 k of a stage, one behind the other along k."""
+    """Tiles of 64 features by 64 k in a stage, one after the other along k."""
     return config.warpgroups * config.tiles
 
 
 def k_stages(p: QuantizedMatmulProblem, config: Config) -> int:
-    """Stages that the whole k takes."""
+    """The number of stages for all of k."""
     return -(-p.k_tiles // stage_tiles(config))
 
 
@@ -84,7 +83,7 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """The pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, and the slice of x."""
+    """Bytes of the pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, and the slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
@@ -93,7 +92,7 @@ def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def x_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """Of a thread block's slice of x."""
+    """Bytes of a thread block's slice of x."""
     item = jnp.dtype(products(p)).itemsize
     return -(-k_stages(p, config) // config.cluster) * stage_tiles(config) * TILE * item * config.tile_n
 
@@ -109,14 +108,14 @@ def _smallest(p: QuantizedMatmulProblem) -> list[Config]:
 
 
 def _clusters(p: QuantizedMatmulProblem, target: Target, cluster: int) -> int:
-    """Clusters that are resident at once, no more than give each of them as many row tiles."""
+    """The number of clusters that are resident at once, reduced so that all have equally many row tiles."""
     most = resident_blocks(target, cluster) // cluster
     rounds = -(-p.feature_tiles // most)
     return -(-p.feature_tiles // rounds)
 
 
 def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
-    """Stages that fit; what is more than some 70 kB delays the first of them."""
+    """The largest number of stages that fits; more than some 70 kB would delay the first stage."""
     rest = SHARED_BYTES - shared_bytes(p, dataclasses.replace(config, stages=0))
     return min(rest // stage_bytes(p, config), MAX_STAGES, max(2, -(-(70 << 10) // stage_bytes(p, config))))
 
@@ -125,17 +124,18 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def _by_tma(p: QuantizedMatmulProblem) -> bool:
-    """Whether x's rows are whole multiples of 16 bytes, of the type that the tensor cores take."""
+    """Whether TMA can load x: its rows are multiples of 16 bytes, and x has the type that the tensor cores multiply."""
     return products(p) == p.x_dtype and p.k * jnp.dtype(p.x_dtype).itemsize % 16 == 0
 
 
 def _whole_stages(p: QuantizedMatmulProblem, config: Config) -> bool:
-    """Whether k is a multiple of a stage's: nothing stands in for missing tiles."""
+    """Whether k is a multiple of a stage's k. Otherwise some tiles of the last stage are missing."""
     return p.k % (stage_tiles(config) * TILE) == 0
 
 
 def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
-    """Boxes of 64 k of all rows: a stage's at once where stages are whole. Tensor maps have no e4m3: pairs of them."""
+    """Boxes of 64 k of all rows, or of a whole stage's k if stages are whole. Tensor maps have no e4m3, so elements are
+    pairs."""
     pairs = p.x_dtype == "float8_e4m3fn"
     dtype, swizzle = ("bfloat16", _SWIZZLE_64B) if pairs else (p.x_dtype, plan.SWIZZLE_128B)
     k, width = (p.k // 2, TILE // 2) if pairs else (p.k, TILE)
@@ -146,13 +146,13 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
 
 
 def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
-    """Sizes of x, of the result and of the packed weight; stages that the whole k takes."""
+    """Sizes of x, of the result and of the packed weight; the number of stages for all of k."""
     sizes = {"rows": p.rows, "k": p.k, "features": p.features, "feature_tiles": p.feature_tiles}
     return Values("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
 
 
 class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
-    """Chosen wherever it is legal: XLA writes the dequantized weight to memory and reads it again."""
+    """Preferred whenever it is legal: XLA writes the dequantized weight to memory and reads it again."""
 
     name = "quantized_stream"
     ABI = 1
@@ -198,7 +198,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         return None
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
-        """All shapes of warps and clusters, with the deepest pipeline, that fill the machine."""
+        """All shapes of warps and clusters that fill the machine, with the deepest pipeline."""
         found = []
         for warpgroups, tiles, cluster in itertools.product(WARPGROUPS, TILES, CLUSTERS):
             clusters = _clusters(problem, target, cluster)
@@ -216,7 +216,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         return found + [dataclasses.replace(config, tile_n=tile) for tile in wider]
 
     def work(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> Work:
-        """Of the busiest cluster's row tiles."""
+        """The work of the busiest cluster."""
         waves = -(-config.clusters * config.cluster // resident_blocks(target, config.cluster))
         rounds = waves * -(-problem.feature_tiles // config.clusters)
         stages = -(-k_stages(problem, config) // config.cluster)
@@ -246,7 +246,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         return [_args(problem, config)]
 
     def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
-        """Types, groups, the config, and what divides k and features."""
+        """Macros for types, groups, the config, and divisibility of k and features."""
         return {
             **dequantize.macros(problem),
             "HALF": int(problem.x_dtype != "bfloat16"),

@@ -1,7 +1,7 @@
 """The `host` grouped product: each group's rows by its own matrix, on XLA's CPU threads (see ffi/host_ragged.cc).
 
-A task is a block of one group's rows and a tile of columns; of a rhs gradient a block of lhs's columns, summed over the
-group's rows. Only rows of groups are read, and only matrices of groups that have rows.
+A task is a block of one group's rows and a tile of columns; for a rhs gradient, a block of lhs's columns, summed over
+the group's rows. The kernel reads only rows of groups, and only matrices of groups that have rows.
 """
 
 import dataclasses
@@ -24,10 +24,8 @@ _DEPTH = 64
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut: `splits` parts of the reduction, `row_block` rows for each load of a tile of the other
-    operand.
-
-    The result is bitwise determined by `splits`, whatever the number of threads.
+    """The division of the work: `splits` parts of the reduction, `row_block` rows for each load of a tile of the other
+    operand. `splits` alone determines the bits of the result.
     """
 
     splits: int
@@ -56,7 +54,7 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         return field_refusal(config, splits=splits, row_block=range(1, _MAX_ROW_BLOCK + 1))
 
     def unmeasured_refusal(self, problem: RaggedDotProblem) -> str | None:
-        """Where XLA:CPU is as fast: it multiplies every row with every group's matrix."""
+        """Why XLA:CPU is as fast, although it multiplies every row with every group's matrix."""
         if problem.groups == 1 and not problem.has_offset:
             return "a product of one group is a dense one; preferred from two groups on"
         if problem.flops < 512:
@@ -64,7 +62,7 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         return None
 
     def candidates(self, problem: RaggedDotProblem, target: Target) -> list[Config]:
-        """Splits where a result has few tiles, and three row blocks."""
+        """Splits if a result has few tiles, and three row blocks."""
         configs = [Config(s, b) for b in (24, 96, 384) for s in sorted({1, target.cores, 2 * target.cores})]
         return [config for config in configs if self.config_refusal(problem, config) is None]
 
@@ -72,7 +70,7 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         return self._product(problem, config)
 
     def estimate(self, problem: RaggedDotProblem, config: Config, target: Target) -> float:
-        """For groups of equal size."""
+        """The estimate for groups of equal size."""
         each = -(-problem.rows // problem.groups)
         product = self._product(problem, config)
         if problem.mode == "forward":
@@ -90,8 +88,8 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         }
 
     def _product(self, p: RaggedDotProblem, config: Config) -> Product:
-        """All rows of a forward product, which end in a block of their own in each group; of a rhs gradient the
-        longest reduction that a group may have."""
+        """For a forward product, all rows, with a last block for each group. For a rhs gradient, the longest possible
+        reduction of a group."""
         if p.mode == "forward":
             return Product(p.m, p.k, p.n, 1, config.splits, _DEPTH, config.row_block, more_blocks=p.groups)
         return Product(p.k, p.m, p.n, p.groups, config.splits, _DEPTH, config.row_block)

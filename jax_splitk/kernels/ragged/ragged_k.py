@@ -1,7 +1,7 @@
 """Kernel family: grouped products whose reduction is ragged (device code: ragged/ragged_k.cu).
 
-The gradient of `lax.ragged_dot` by rhs: for each group the product of its rows of two matrices. How the tiles are
-shared among the thread blocks: ragged/schedule_k.cuh.
+The gradient of `lax.ragged_dot` by rhs: for each group the product of its rows of two matrices. ragged/schedule_k.cuh
+divides the tiles among the thread blocks.
 """
 
 from jax import numpy as jnp
@@ -27,13 +27,13 @@ def tile_counts(problem: RaggedDotProblem, config: Config) -> tuple[int, int]:
 
 
 def units(problem: RaggedDotProblem, config: Config) -> int:
-    """Units of time of all tiles, at most, whatever the sizes are."""
+    """The largest number of units of time of all tiles, for any group sizes."""
     rows, columns = tile_counts(problem, config)
     return (problem.m // _BLOCK + problem.groups * (1 + _STORE)) * rows * columns
 
 
 class RaggedK(RaggedFamily):
-    """Chosen for every gradient of rhs with 16-bit operands."""
+    """Preferred for every gradient of rhs with 16-bit operands."""
 
     name = "ragged_k"
     ABI = 1
@@ -67,7 +67,7 @@ class RaggedK(RaggedFamily):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
-        """Slots of fp32 sums of a tile: see ragged_k.cu."""
+        """Bytes of the slots for fp32 sums of a tile: see ragged_k.cu."""
         slots = 3 if problem.out_dtype == "float32" else 2  # for each worker
         return slots * config.workers * config.tile_m * config.tile_n * 4
 

@@ -28,7 +28,7 @@ def _whole(problem: RaggedDotProblem) -> bool:
 
 
 class RaggedM(RaggedFamily):
-    """Chosen for every forward product of 16-bit operands."""
+    """Preferred for every forward product of 16-bit operands."""
 
     name = "ragged_m"
     ABI = 1

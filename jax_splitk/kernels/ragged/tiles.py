@@ -1,4 +1,4 @@
-"""What the two families of grouped products share: persistent tiles, whose results leave by TMA."""
+"""Shared by the two families of grouped products: persistent tiles, whose results TMA stores."""
 
 import abc
 import dataclasses
@@ -29,7 +29,7 @@ class Config(WgmmaTile):
     Attributes:
       tile_m, tile_n, stages: see `WgmmaTile`.
       workers: persistent thread blocks.
-      parts: into which a tile's columns are cut when it is stored: more leave room for another stage.
+      parts: number of parts in which a tile's columns are stored; more parts leave room for another stage.
       swap: the matrices' columns are WGMMA's rows, and the rows of lhs its columns.
     """
 
@@ -57,12 +57,12 @@ def result_bytes(problem: RaggedDotProblem, config: Config) -> int:
 
 
 def group_count(problem: RaggedDotProblem) -> int:
-    """Groups for which the kernels have room (macro GROUPS); so code serves many problems."""
+    """Groups for which the kernels have room (macro GROUPS), rounded up so that one kernel serves many problems."""
     return -(-problem.size_count // 64) * 64
 
 
 def shared_bytes(problem: RaggedDotProblem, config: Config) -> int:
-    """Of a thread block: dynamic shared memory, and what the kernels declare."""
+    """Bytes of a thread block: dynamic shared memory, and variables of the kernels."""
     declared = RESERVED_BYTES - _ALIGNMENT + 4 * group_count(problem)  # barriers, items, the ends of the groups
     return _dynamic_bytes(problem, config) + declared
 
@@ -72,7 +72,7 @@ def _dynamic_bytes(problem: RaggedDotProblem, config: Config) -> int:
 
 
 class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
-    """Persistent kernels of three tensor maps."""
+    """Persistent kernels with three tensor maps."""
 
     mode: str
     TILES: Sequence[tuple[int, int]]
@@ -114,7 +114,7 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
     swaps: Sequence[bool] = (False,)
 
     def tiles(self, config: Config) -> Sequence[tuple[int, int]]:
-        """(tile_m, tile_n) that there are."""
+        """The possible (tile_m, tile_n)."""
         return self.TILES
 
     # ---- search ----------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
         return 3 + problem.has_offset
 
     def main_launch(self, problem: RaggedDotProblem, config: Config, *params: plan.Param) -> plan.Launch:
-        """The kernel that computes the tiles; `params` follow those that both families have."""
+        """The launch of the kernel that computes the tiles. `params` follow the parameters of both families."""
         maps = tuple(plan.MapParam(i) for i in range(3))
         sizes, offset = plan.Pointer(2), plan.Pointer(2 + problem.has_offset)
         return plan.Launch(

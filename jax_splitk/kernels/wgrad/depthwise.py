@@ -1,10 +1,9 @@
 """Kernel family: weight gradients of depthwise convolutions on Hopper, on the tensor cores (device code:
 wgrad/depthwise.cu, which says how taps become products).
 
-Of a product's 128 elements 56 are taps where the filter is 7 rows high, and that is enough: memory is the limit.
-
-Strides and dilations are reduced to unit stride: the taps fall into classes by their residue, each class reads every
-stride-th row and column, and its taps are a fixed number of those apart.
+With a filter of 7 rows, 56 of a product's 128 elements are taps, which is enough, since memory is the limit. Strides
+and dilations are reduced to unit stride: taps with the same residue form a class. A class reads every stride-th row and
+column, and its taps are a fixed number of these apart.
 """
 
 import dataclasses
@@ -49,10 +48,10 @@ class Config:
     """How a weight gradient is computed.
 
     Attributes:
-      channels: of a thread block: 8, 16 or 32.
+      channels: channels of a thread block: 8, 16 or 32.
       segments: neighbouring segments of columns in a tile: 1, 2 or 4; a tile has as many images as make 4 segments.
       stages: depth of the shared-memory pipeline, in transposed blocks of 8 rows.
-      splits: parts into which the reduction over blocks of rows is cut; none may be empty.
+      splits: parts of the reduction over blocks of rows; none may be empty.
     """
 
     channels: int
@@ -66,16 +65,16 @@ class Config:
 
     @property
     def warps(self) -> int:
-        """Of products; others (`PRODUCERS`) read and transpose."""
+        """Warps that multiply; other warps (`PRODUCERS`) read and transpose."""
         return 16 if self.channels == 16 else 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One spatial dimension of the convolution, and how its taps are cut up.
+    """One spatial dimension of the convolution, and the division of its taps.
 
-    Tap t is in class t % step; a class's taps read rows (columns) `shift` apart, of those that the stride leaves. A
-    class has up to `blocks` blocks of at most `size` taps each.
+    Tap t is in class t % step. Neighbouring taps of a class read rows (columns) that are `shift` apart, counted in
+    strides. A class has up to `blocks` blocks of at most `size` taps each.
     """
 
     input: int
@@ -100,9 +99,9 @@ class Axis:
 
     @property
     def gap(self) -> int:
-        """Rows of zeros between images that lie under each other, so that no tap reaches from one into the next.
+        """Rows of zeros between images that lie below each other, so that no tap reaches from one image into the next.
 
-        That is the reach, less what is zeros anyhow above and below every image.
+        This is the reach, minus the rows of padding above and below every image.
         """
         gap = 0
         for block in range(self.tap_blocks):
@@ -116,7 +115,7 @@ class Axis:
 
 
 def _axis(p: ConvWgradProblem, axis: int, reach: int, taps: int) -> Axis:
-    """With blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
+    """The axis, with blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
     g = geometry(p, 2)
     kernel, stride, dilation = g.kernel[axis], g.stride[axis], g.dilation[axis]
     common = math.gcd(stride, dilation)
@@ -150,17 +149,17 @@ def axes(p: ConvWgradProblem) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """X or dY of a block of rows, in planes of shared memory; lengths in chunks of 16 bytes.
+    """X or dY of a block of rows, in planes of shared memory. Lengths are in chunks of 16 bytes.
 
-    A store is of four matrices, each of two channels and four (part, image, chunk). A quarter of a warp reads two rows
+    A store has four matrices, each with two channels and four (part, image, chunk). A quarter of a warp reads two rows
     of four segments: eight different banks of 16 bytes, always.
 
     Attributes:
-      store_images, store_chunks: images, and chunks of 8 columns of a row, of a store.
-      row_stores, stores: stores of a row, of one image and of all.
-      written: chunks of a row.
-      read_chunks, row_chunks: what a lane reads of a row, and what all do.
-      row, image, channel, part: from a row, an image, a channel and 8 channels to the next.
+      store_images, store_chunks: images, and chunks of 8 columns of a row, in a store.
+      row_stores, stores: stores of a row of one image, and of all images.
+      written: chunks of a row that are written.
+      read_chunks, row_chunks: chunks of a row that a lane reads, and that all lanes read.
+      row, image, channel, part: distances of neighbouring rows, images, channels, and groups of 8 channels.
     """
 
     store_images: int
@@ -194,14 +193,14 @@ class Operand:
 
 
 def chunks(segment: int, columns: int) -> int:
-    """Chunks of 16 bytes that hold so many columns, in the order of `word_at` of the device code."""
+    """Chunks of 16 bytes that hold `columns` columns, in the order of `word_at` of the device code."""
     steps, words = segment // 4, -(-columns // 2)
     return words // (2 * steps) * (steps // 2) + min(-(-(words % (2 * steps)) // 2), steps // 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What follows from a problem and a config's channels and segments."""
+    """Values that follow from a problem and a config's channels and segments."""
 
     segment: int  # columns of a lane
     columns: int  # of dY in a tile
@@ -252,15 +251,15 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
 
 
 def _channel_sums(taps: int) -> int:
-    """Floats for a channel's taps, of which a row has so many; odd, for different banks."""
+    """Floats for a channel with `taps` taps in a row; an odd number, so that channels start in different banks."""
     return MAX_TAPS_H * taps | 1
 
 
 def _kept(width: Axis) -> tuple[int, int]:
-    """Of a whole row of X, with the zeros beside it, the first column that is kept in shared memory, and how many are.
+    """The first column, and the number of columns, that shared memory keeps of a whole row of X with its padding.
 
-    The first one is even, because a word has two columns. All that is zero can be left out only where every tap finds
-    it in the same place: with one block of taps and unit stride.
+    The first one is even, because a word has two columns. The padding can be left out only if every tap finds it in the
+    same place: with one block of taps and unit stride.
     """
     columns = width.output + width.reach
     if width.stride > 1 or width.tap_blocks > 1 or not 0 <= width.pad <= width.reach:
@@ -283,7 +282,7 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
 
 
 class Depthwise(SplitFamily[Config]):
-    """Chosen wherever it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on these."""
+    """Preferred whenever it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on such problems."""
 
     name = "wgrad_depthwise"
     ABI = 3
@@ -311,7 +310,7 @@ class Depthwise(SplitFamily[Config]):
         return split_k.splits_refusal(config.splits, t.blocks, "blocks of rows")
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int]:
-        """Blocks of taps, and of channels."""
+        """Numbers of blocks of taps, and of channels."""
         return axes(problem).tap_blocks, tiling(problem, config).groups
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int]:
@@ -330,7 +329,7 @@ class Depthwise(SplitFamily[Config]):
         return [config for config in found if self.config_refusal(problem, config) is None]
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-        """A stage less or more, and split counts nearby, doubled and halved."""
+        """A stage less or more, and other split counts: nearby, doubled and halved."""
         t = tiling(problem, config)
         wanted = {config.splits // 2, config.splits * 2} | one_block_apart(config.splits, t.blocks)
         depths = {config.stages - 1, config.stages + 1} & set(range(1, t.max_stages + 1))
@@ -341,7 +340,8 @@ class Depthwise(SplitFamily[Config]):
         g, t = axes(problem), tiling(problem, config)
         waves = self.waves(problem, config, target)
         steps = waves * (-(-t.blocks // config.splits) + 1)
-        # Written to the planes; read from there 16 bytes at a time by each lane; float32 sums there and back.
+        # Bytes that are written to the planes; that each lane reads from there, 16 at a time; and of float32 sums, both
+        # ways.
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
         products = g.width.size * t.segment // 4  # of a channel
@@ -361,7 +361,7 @@ class Depthwise(SplitFamily[Config]):
         )
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
-        """Specialised to all but the batch, stages and splits."""
+        """The kernel, specialised to everything but the batch, stages and splits."""
         t, g = tiling(problem, config), axes(problem)
         each = -(-t.blocks // config.splits)
         return Kernel(

@@ -1,4 +1,5 @@
-"""What the families of weight gradients on Hopper share: buffers, and splits of the reduction.
+"""Shared by the families of weight gradients on Hopper: buffers, and splits of the reduction. The kernel writes fp32
+partial sums of each split into the workspace, and a second kernel adds them in a fixed order; see device/split_k.py.
 
 The kernel of several splits writes fp32 partial sums of each into the workspace, and a second kernel adds them in a
 fixed order; see device/split_k.py.
@@ -22,7 +23,7 @@ from jax_splitk.runtime.plan import Buffer, Im2colMap, Launch, MapParam, Param, 
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
-# Candidates, and the variants whose split counts these are, at most.
+# Most candidates, and most variants from which they come.
 MAX_CANDIDATES, MAX_VARIANTS = 48, 32
 
 _Any = TypeVar("_Any")
@@ -41,12 +42,12 @@ class Kernel:
     """A kernel for a problem and config.
 
     Attributes:
-      threads, shared_bytes: of a thread block; without the shared memory that the device code declares.
-      macros: what the device code is specialised to, besides types and thread blocks of a multiprocessor.
+      threads, shared_bytes: threads and dynamic shared memory of a thread block.
+      macros: macros of the device code, besides types and thread blocks of a multiprocessor.
       args: its struct `Args`.
       maps: tensor maps.
-      before, after: parameters between the maps and Args, and after Args. Where the kernel writes comes last.
-      constants: structs of constants that the device code has, by their names.
+      before, after: parameters between the maps and Args, and after Args. The destination is the last parameter.
+      constants: structs of constants in the device code, by their names.
     """
 
     threads: int
@@ -71,7 +72,7 @@ class Kernel:
 
 
 def reduction(kernel: str, grid: tuple[int, int, int], *params: Param) -> Launch:
-    """Of a kernel that adds partial sums, and waits for them itself."""
+    """The launch of a kernel that adds partial sums, and waits for them itself."""
     return Launch(kernel, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
 
 
@@ -100,28 +101,28 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
 
     @abc.abstractmethod
     def longest_chain(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Blocks of a float32 result's split, at most.
+        """The most blocks in a split of a float32 result.
 
         The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row. A float32
-        result keeps it; in a 16-bit one rounding hides it.
+        result shows this error; the rounding of a 16-bit result hides it.
         """
 
     def smallest_refusal(self, problem: ConvWgradProblem, smallest: _Config) -> str | None:
-        """Why no config can compute the problem, where not even the smallest can."""
+        """Why no config can compute the problem, because not even the smallest can."""
         reason = self.config_refusal(problem, smallest)
         window = f"window strides {problem.window_strides}, dilation {problem.rhs_dilation}"
         return None if reason is None else f"{window}: with the smallest tile {reason}"
 
     def thread_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Of one split."""
+        """The thread blocks of one split."""
         return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
 
     def reduction_blocks(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Of which each split has as many or one less."""
+        """Blocks of the reduction. Each split has equally many, or one less."""
         return math.prod(self.block_counts(problem, config))
 
     def grid_groups(self, problem: ConvWgradProblem) -> int:
-        """Products that have such tiles each; the grid's last dimension."""
+        """Number of products that have such tiles each: the grid's last dimension."""
         del problem
         return 1
 
@@ -129,15 +130,15 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
 
     @abc.abstractmethod
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[_Config]:
-        """Legal configs but for their splits, the most promising first."""
+        """Configs that are legal except for their splits, the most promising first."""
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> Sequence[_Config]:
-        """The first variants with the split counts that fill whole waves: the fastest, and the four of fewest splits,
-        however slow: a small workspace may allow no others."""
+        """The first variants with split counts that fill whole waves: the fastest ones, and the four with the fewest
+        splits, since a small workspace may allow no others."""
         return _ranked(self, problem, target)
 
     def least_splits(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
+        """The fewest splits that give the promised accuracy (explicit configs may have fewer)."""
         if problem.out_dtype != "float32":
             return 1
         return -(-self.reduction_blocks(problem, config) // max(1, self.longest_chain(problem, config)))
@@ -147,19 +148,19 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
         return dataclasses.replace(config, splits=whole_splits(self.reduction_blocks(problem, config), splits))
 
     def slots(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:
-        """Thread blocks that fill the machine once."""
+        """Thread blocks that run on the machine at once."""
         return target.cores * self.blocks_per_sm(problem, config)
 
     def wave(self, problem: ConvWgradProblem, config: _Config, target: Target) -> float:
-        """Splits that do."""
+        """The number of splits that fills one wave."""
         return self.slots(problem, config, target) / self.thread_blocks(problem, config)
 
     def waves(self, problem: ConvWgradProblem, config: _Config, target: Target) -> int:
-        """In which the thread blocks of all splits run."""
+        """The number of waves of all splits' thread blocks."""
         return -(-self.thread_blocks(problem, config) * config.splits // self.slots(problem, config, target))
 
     def in_waves(self, problem: ConvWgradProblem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
-        """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
+        """The config with the fewest splits, and with the splits that fill 1 to `most` waves, if these are legal."""
         slots, blocks = self.slots(problem, config, target), self.thread_blocks(problem, config)
         least = self.least_splits(problem, config)
         wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
@@ -167,29 +168,30 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
         return (c for c in sorted(found, key=operator.attrgetter("splits")) if self.config_refusal(problem, c) is None)
 
     def filling(self, problem: ConvWgradProblem, config: _Config, target: Target) -> _Config:
-        """The config with the splits that fill the machine at most once, or the fewest there may be."""
+        """The config with the most splits that fill the machine at most once, or with the fewest legal splits."""
         full = self.slots(problem, config, target) // self.thread_blocks(problem, config)
         return self.with_splits(problem, config, max(self.least_splits(problem, config), full))
 
     def other_splits(self, problem: ConvWgradProblem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
-        """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
+        """The config with the legal split counts next to the wanted ones, if they are accurate enough and not its
+        own."""
         least = self.least_splits(problem, config)
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
         return sorted(found, key=operator.attrgetter("splits"))
 
     def reduction_work(self, problem: ConvWgradProblem, config: _Config) -> dict[str, Any]:
-        """`partial_bytes` and `launches` of its Work: the second kernel's, and a first one's."""
+        """`partial_bytes` and `launches` of its Work, for both kernels."""
         return {"partial_bytes": 2 * self.workspace_bytes(problem, config), "launches": 1 + (config.splits > 1)}
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: _Config) -> int:
-        """fp32 partial sums, one set for each split; none when there is a single split, which writes dW itself."""
+        """Bytes of fp32 partial sums, one set for each split; 0 for a single split, which writes dW itself."""
         return 0 if config.splits == 1 else config.splits * partial_stride(problem) * 4
 
     @abc.abstractmethod
     def kernel(self, problem: ConvWgradProblem, config: _Config) -> Kernel:
-        """What the plan is made of."""
+        """The kernel from which the plan is made."""
 
     def macros(self, problem: ConvWgradProblem, config: _Config) -> dict[str, int]:
         types = {"ELEMENT": OUT_CODES[problem.dtype], "OUT": OUT_CODES[problem.out_dtype]}
@@ -205,7 +207,7 @@ class SplitFamily(WgradFamily[_Config], ModelledFamily[ConvWgradProblem, _Config
         return Source(self.file, self.defines(problem, config), structs)
 
     def launches(self, problem: ConvWgradProblem, config: _Config) -> tuple[Launch, ...]:
-        """The kernel that writes dW, or the one that writes the splits' partial sums, and the one that adds these."""
+        """The kernel that writes dW; or the kernel that writes the splits' partial sums, and the one that adds them."""
         kernel, groups = self.kernel(problem, config), self.grid_groups(problem)
         grid = (self.thread_blocks(problem, config) // groups, config.splits, groups)
         if config.splits == 1:
@@ -230,15 +232,15 @@ def _ranked(family: SplitFamily[Any], p: ConvWgradProblem, target: Target) -> tu
 
 
 def box_map(p: ConvWgradProblem, buffer: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
-    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape, under the swizzle of
-    a box's rows of 16 to 128 bytes."""
+    """A map with boxes (innermost dimension first) of an operand that is seen with this shape. The swizzle is as wide
+    as a box's row of 16 to 128 bytes."""
     dims, item = shape[::-1], jnp.dtype(p.dtype).itemsize
     swizzle = (box[0] * item // 16).bit_length() - 1  # CUtensorMapSwizzle
     return TiledMap(buffer, p.dtype, dims, tensor_map_strides(dims, item), box, swizzle)
 
 
 def partial_stride(problem: ConvWgradProblem) -> int:
-    """Elements from one split's partial sums to the next's: the output's, in whole float4."""
+    """Elements between the partial sums of neighbouring splits: the output's, rounded up to whole float4."""
     return -(-math.prod(problem.out_shape) // 4) * 4
 
 

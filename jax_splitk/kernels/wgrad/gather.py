@@ -1,7 +1,7 @@
-"""Kernel family: weight gradients that TMA cannot load, or of float32 (device code: wgrad/gather.cu).
+"""Kernel family: weight gradients in float32, or of operands that TMA cannot load (device code: wgrad/gather.cu).
 
-Any channel counts (the 3-channel stem, single-channel images), float32 inputs of any, one to three spatial dimensions,
-any strides, dilations and padding.
+It serves any channel counts (stems with 3 channels, single-channel images), one to three spatial dimensions, any
+strides, dilations and padding.
 
 float32 is computed as products of bf16 parts ("bfloat16_3x": three products; for precision HIGHEST exact parts and six
 products). Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
@@ -60,7 +60,7 @@ class Config(GatherTile):
     Attributes:
       slice: input channels of a thread block.
       stages: depth of the shared-memory pipeline.
-      splits: parts into which the reduction is cut; none may be empty.
+      splits: parts of the reduction; none may be empty.
     """
 
     slice: int
@@ -73,7 +73,7 @@ def layout(v: Volume, config: Config) -> Layout:
 
 
 def _stage_bytes(v: Volume, config: Config) -> int:
-    """dY's copies, in boxes of 64 channels, and X."""
+    """Bytes of dY's copies, in boxes of 64 channels, and of X."""
     dy_bytes = v.copies * -(-config.tile_n // 64) * config.pixels * 128
     return dy_bytes + layout(v, config).stage_bytes(v, config.images)
 
@@ -88,7 +88,8 @@ CHAINS = (4, 2)
 
 
 def chain(v: Volume, config: Config) -> int:
-    """The longest that costs no thread block its place on an SM (CHAIN in the device code); 1 with fewer parts."""
+    """The longest chain that costs no thread block its place on an SM (CHAIN in the device code); 1 with fewer
+    parts."""
     if v.parts < 3:
         return 1
     *longer, shortest = CHAINS
@@ -98,29 +99,30 @@ def chain(v: Volume, config: Config) -> int:
 
 
 def registers(v: Volume, config: Config, steps: int | None = None) -> int:
-    """A consumer thread's, about, in chains of so many steps."""
+    """About how many registers a consumer's thread needs, with chains of `steps` steps."""
     steps = steps or chain(v, config)
     exact = v.parts == 3
     accumulators = config.blocks * config.tile_n // 2 * (2 if exact else 1)
-    # Two fragments in turn; with three parts the first one is kept for the whole chain.
+    # Two fragments alternate; with three parts the first fragment stays for the whole chain.
     fragments = 2 * 4 * (v.copies - exact) + (4 * config.blocks * steps if exact else 0)
     masks = 8 if is_ragged(v, config) else 0
     return accumulators + fragments + 2 * config.blocks + masks + _OTHER_REGISTERS
 
 
 def is_ragged(v: Volume, config: Config) -> bool:
-    """Some tiles of pixels reach beyond the output."""
+    """Whether some tiles of pixels reach beyond the output."""
     return v.batch % config.images + v.out[1] % config.tile_p + v.out[2] % config.tile_q > 0
 
 
 def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
-    """2 where shared memory and registers allow it, in chains of so many steps."""
+    """2 if shared memory and registers allow it, with chains of `steps` steps."""
     fits = registers(v, config, steps) <= consumer_registers(2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
 
 
 def _steps_add_up(config: Config) -> bool:
-    """A pixel's place is the sum of its eight's and of its place within the first eight: the device code's walk."""
+    """Whether a pixel's place is the sum of the place of its eight pixels and its place within the first eight, as the
+    device code assumes."""
     if config.tile_q % 8 == 0:
         return True
     row = config.tile_q * config.tile_p
@@ -128,12 +130,12 @@ def _steps_add_up(config: Config) -> bool:
 
 
 def _window_refusal(v: Volume) -> str | None:
-    """Whether the smallest stage's X fits in shared memory."""
+    """Why the smallest stage's X does not fit in shared memory."""
     tiles = ((32, 1, 1), (16, 1, 2), (4, 1, 8), (1, 1, 32), (4, 8, 1), (1, 32, 1))
     least, sizes = slices(v)[-1], []
     for tile in tiles:
         sizes.append(shared_bytes(v, Config(1, 1, 8, *tile, least, 2, 1)))
-        if sizes[-1] <= SHARED_BYTES:  # the first does, as a rule, and each lowering asks
+        if sizes[-1] <= SHARED_BYTES:  # usually the first one fits, and each lowering asks this
             return None
     return f"the window's input takes {min(sizes)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
 
@@ -158,7 +160,7 @@ def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
 
 
 def _columns(v: Volume) -> list[int]:
-    """Tiles of output channels: the least that holds all, and whole parts of them."""
+    """Tiles of output channels: the smallest that holds all channels, and whole parts of it."""
     whole = [n for n in TILE_N if n >= v.out_channels][:1]
     return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < v.out_channels)})
 
@@ -166,12 +168,12 @@ def _columns(v: Volume) -> list[int]:
 # ---- the cost model ------------------------------------------------------------------------------------------------
 
 
-# Instructions of a warp that make a fragment, by the parts of a float32.
+# A warp's instructions for a fragment, by the number of parts of a float32.
 _CONVERSIONS = {1: 16, 2: 184, 3: 364}
 
 
 def stage_work(v: Volume, config: Config) -> dict[str, float]:
-    """Of one thread block's stage."""
+    """The work of one thread block's stage."""
     x = layout(v, config)
     blocks, steps = config.consumers * config.blocks, config.pixels // STEP
     loads = 4 * (1 if x.paired else 2)  # of a warp, for a block's fragment
@@ -238,9 +240,9 @@ class Gather(SplitFamily[Config]):
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
     def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
-        """But for few channels on either side, true float32, float32 without strides, and 16 bits where XLA has no
-        kernel of its own (it converts operands to a wider result's type; one or three dimensions, dilation), where it
-        was measured to be faster (two of 92 such problems were slower)."""
+        """XLA is preferred, except for: few channels on either side; true float32; float32 without strides; 16-bit
+        problems for which XLA has no kernel of its own (results wider than operands; one or three dimensions;
+        dilation). For the last, the family was measured to be faster on all but two of 92 problems."""
         float32 = problem.dtype == "float32"
         unusual = problem.out_dtype != problem.dtype or problem.rank != 2 or set(problem.rhs_dilation) != {1}
         dense = float32 and problem.taps > 1 and set(problem.window_strides) == {1}
@@ -256,7 +258,7 @@ class Gather(SplitFamily[Config]):
         return -(-v.channels // config.slice), -(-rows // config.tile_m), -(-v.out_channels // config.tile_n)
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
-        """Tiles of pixels: groups of images, planes, rows, columns."""
+        """Numbers of tiles of pixels along groups of images, planes, rows and columns."""
         (n, p, q), v = config.tile, volume(problem)
         return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
 
@@ -279,12 +281,12 @@ class Gather(SplitFamily[Config]):
                 for stages in range(most, 1, -1):
                     config = Config(consumers, blocks, columns, *tile, channels, stages, 1)
                     if self.config_refusal(problem, config) is None:
-                        # The most stages, and the most that let two thread blocks share an SM.
+                        # The largest number of stages, and the largest with which two thread blocks share an SM.
                         found[config] = None
                         shallow = Config(consumers, blocks, columns, *tile, channels, 2, 1)
                         if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
                             break
-                    elif v.parts < 3:  # it has too many registers, whatever the stages
+                    elif v.parts < 3:  # it needs too many registers with any number of stages
                         break
         rows = {c: layout(v, c).gemm_rows for c in found}
         useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
@@ -292,7 +294,8 @@ class Gather(SplitFamily[Config]):
         return [of[c] for c in self.by_estimate(problem, of, target)]
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-        """Split counts nearby, doubled and halved, a stage more or less, and tiles of twice or half the rows."""
+        """Other split counts (nearby, doubled and halved), a stage more or less, and tiles with twice or half the
+        rows."""
         found = self.other_splits(problem, config, nearby(config.splits, self.wave(problem, config, target)))
         found += varied(config, stages=(config.stages - 1, config.stages + 1))
         for tile_p in (config.tile_p * 2, config.tile_p // 2):
@@ -302,13 +305,13 @@ class Gather(SplitFamily[Config]):
         return found
 
     def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
-        """What tiles reach beyond the problem counts, too."""
+        """Also counts the parts of tiles beyond the problem."""
         together = blocks_per_sm(volume(problem), config)
         blocks = self.thread_blocks(problem, config) * config.splits
         chain = -(-self.reduction_blocks(problem, config) // config.splits)
         resident = min(together, -(-blocks // target.cores))
         stages, waves = -(-blocks // target.cores) * chain, self.waves(problem, config, target)
-        # All but one of a thread block's stages are under way. The first ones wait for none.
+        # All but one of a thread block's stages are being loaded. The first loads do not wait.
         late = max(0.0, 1 - config.stages / chain) / (config.stages - 1) / resident
         of_stage = stage_work(volume(problem), config)
         of_stage["waits"] += late
@@ -321,7 +324,7 @@ class Gather(SplitFamily[Config]):
         )
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
-        """Specialised to the window, channels and tiles, not to batch, sizes or splits."""
+        """The kernel, specialised to the window, channels and tiles, but not to batch, sizes or splits."""
         v, tiles = volume(problem), self.reduction_blocks(problem, config)
         dy_box = (64, config.tile_q, config.tile_p, 1, config.images)
         dy_map = (box_map(problem, 1, (v.batch, *v.out, v.out_channels), dy_box),) if _dy_by_tma(v) else ()

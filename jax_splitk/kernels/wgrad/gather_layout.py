@@ -1,5 +1,5 @@
-"""What wgrad_gather works on: the problem in three dimensions, and where a stage's part of X, a tile (images, rows,
-columns) of output pixels, lies in shared memory (device code: wgrad/gather.cu)."""
+"""The data of wgrad_gather: the problem in three dimensions, and the layout in shared memory of a stage's part of X,
+for a tile (images, rows, columns) of output pixels (device code: wgrad/gather.cu)."""
 
 import collections
 import dataclasses
@@ -20,10 +20,10 @@ Tile = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class GatherTile:
-    """What configs of kernels that gather windows begin with.
+    """Common fields of configs for kernels that gather windows.
 
     Attributes:
-      consumers, blocks: consumer warpgroups, and 64-row blocks of each.
+      consumers, blocks: consumer warpgroups, and the 64-row blocks of each.
       tile_n: output channels of a thread block.
       images, tile_p, tile_q: a tile of output pixels, [images, tile_p rows, tile_q columns].
     """
@@ -58,7 +58,7 @@ class Volume(Geometry):
     parts: int  # bf16 numbers that hold one of the inputs'
 
     def __hash__(self) -> int:
-        """Kept: a ranking asks for one problem's layouts thousands of times."""
+        """The hash is stored: a ranking asks for one problem's layouts thousands of times."""
         return self._hash
 
     @functools.cached_property
@@ -67,7 +67,8 @@ class Volume(Geometry):
 
     @property
     def copies(self) -> int:
-        """bf16 parts of an operand in shared memory: those, and the first with zeros for what is not finite."""
+        """bf16 parts of an operand in shared memory, and a copy of the first part in which values that are not finite
+        are zeros."""
         return 1 if self.parts == 1 else self.parts + 1
 
     @property
@@ -88,7 +89,7 @@ def volume(p: ConvWgradProblem) -> Volume:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """X's stage; the fields are the device code's macros (see there), lengths in elements."""
+    """X's layout in a stage. The fields are macros of the device code (see there); lengths are in elements."""
 
     rows: int
     columns: int
@@ -127,7 +128,7 @@ def lattice(tile: int, stride: int, kernel: int, dilation: int) -> tuple[int, in
 
 
 def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
-    """Turns that shared memory takes to serve one of a warp's loads of A's elements (at best 1 for each 128 bytes)."""
+    """Turns of shared memory for one load of A's elements by a warp (at best 1 for each 128 bytes)."""
     image = v.kernel[0] * layout.rows * layout.row_pitch
     places = []
     for k in range(8):
@@ -147,13 +148,13 @@ def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
 
 
 def _granule_items(v: Volume, *counts: int) -> int:
-    """The longest copy's elements, of which all these are whole numbers."""
+    """Elements of the longest copy that divides all these lengths."""
     sizes = (16 // v.item, 8 // v.item, 4 // v.item, 1)
     return next(n for n in sizes if all(count % n == 0 for count in counts))
 
 
 def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
-    """X's stage for a slice of so many channels; pitches are chosen for few bank conflicts."""
+    """X's stage for a slice of `channels` channels. Pitches are chosen for few bank conflicts."""
     return _chosen(v, tile, channels)[1]
 
 
@@ -209,7 +210,7 @@ def _chosen(v: Volume, tile: Tile, channels: int) -> tuple[int, Layout]:
 
 @functools.lru_cache(maxsize=4096)
 def slices(v: Volume) -> tuple[int, ...]:
-    """Slices of channels to choose from, largest first: all of them if few, else equal parts."""
+    """Possible slices of channels, largest first: all channels if they are few, else equal parts."""
     found = {v.channels} if v.channels <= SLICES[0] else set()
     for most in SLICES:
         equal = -(-v.channels // -(-v.channels // most))

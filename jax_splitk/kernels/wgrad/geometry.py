@@ -1,4 +1,4 @@
-"""Convolutions with as many spatial dimensions as a kernel has."""
+"""Brings convolutions to a kernel's number of spatial dimensions."""
 
 import dataclasses
 import functools
@@ -12,11 +12,11 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """A problem with so many spatial dimensions: missing ones are in front, of size 1.
+    """A problem with `rank` spatial dimensions: missing ones come first, with size 1.
 
     Attributes:
       size, out: pixels of the input and the output.
-      pad: of the low sides.
+      pad: padding of the low sides.
     """
 
     batch: int
@@ -30,7 +30,7 @@ class Geometry:
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """From a window's first pixel to its last."""
+        """Distance from a window's first pixel to its last."""
         return tuple((size - 1) * dilation for size, dilation in zip(self.kernel, self.dilation, strict=True))
 
 
@@ -53,8 +53,8 @@ def geometry(p: ConvProblem, rank: int) -> Geometry:
 
 @functools.lru_cache(maxsize=4096)
 def bytes_touched(p: ConvProblem) -> float:
-    """The fewest bytes that must be moved: without input pixels that no window touches, as where strides are larger
-    than the filter."""
+    """The fewest bytes that must be moved, without input pixels that no window reads (for example with strides larger
+    than the filter)."""
     axes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, strict=True)
     share = math.prod(min(1.0, out * kernel / size) if kernel < stride else 1.0 for size, out, kernel, stride in axes)
     lhs_bytes = math.prod(p.lhs_shape) * jnp.dtype(p.dtype).itemsize
@@ -68,12 +68,13 @@ def axis_macros(**sizes: tuple[int, ...]) -> dict[str, int]:
 
 
 def equal_parts(size: int, most: int) -> list[int]:
-    """Sizes of at most `most` of which the fewest parts make up `size`, for each number of parts; the largest first."""
+    """For each number of parts, the smallest size of parts that make up `size`, if it is at most `most`; largest
+    first."""
     return list(dict.fromkeys(-(-size // -(-size // m)) for m in range(min(size, most), 0, -1)))
 
 
 def is_plain(p: ConvProblem, axis: int) -> bool:
-    """Whether the convolution moves nothing along a spatial dimension."""
+    """Whether the convolution does nothing along a spatial dimension."""
     return (p.kernel_spatial[axis], p.window_strides[axis], p.padding[axis]) == (1, 1, (0, 0))
 
 
@@ -87,8 +88,8 @@ _Conv = TypeVar("_Conv", bound=ConvProblem)
 
 @functools.lru_cache(maxsize=1024)
 def folded(p: _Conv, least: int = 2) -> _Conv:
-    """The same sums with at least so many spatial dimensions: a plain dimension that follows another, or the batch, in
-    memory becomes part of that, and leading dimensions of size 1 fill up."""
+    """The same sums with at least `least` spatial dimensions. A plain dimension becomes a part of the dimension (or the
+    batch) before it in memory; leading dimensions of size 1 fill up the rank."""
     names = ("input_spatial", "output_spatial", "kernel_spatial", "window_strides", "padding", "lhs_dilation")
     names = (*names, "rhs_dilation")
     batch, kept, after_plain = p.batch, [], True

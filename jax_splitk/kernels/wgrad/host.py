@@ -1,8 +1,8 @@
 """The `host` weight gradient: split-k over XLA's CPU threads (see ffi/host_wgrad.cc).
 
 The method is the usual one of im2col and a matrix product (Chellapilla, Puri, Simard 2006, "High performance
-convolutional neural networks for document processing"), a block of output pixels at a time, with the long reduction
-over output pixels cut into splits whose partial sums a second pass adds in order, as in CUTLASS's parallel split-k.
+convolutional neural networks for document processing"), for a block of output pixels at a time. The long reduction over
+output pixels is cut into splits. A second pass adds their partial sums in order, as in CUTLASS's parallel split-k.
 """
 
 import dataclasses
@@ -29,15 +29,14 @@ _MIN_BLOCK, _MAX_BLOCK = 8, 4096
 
 _SPAN_CHANNELS = 32
 
-# Input times output channels from which a dense convolution whose windows overlap is left to XLA.
+# A dense convolution with overlapping windows is left to XLA from this product of input and output channels on.
 _WIDE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut: `splits` partial sums of the reduction, `block` of its pixels loaded at a time.
-
-    The result is bitwise determined by `splits`, whatever the number of threads.
+    """The division of the work: `splits` partial sums of the reduction, `block` of its pixels loaded at a time.
+    `splits` alone determines the bits of the result.
     """
 
     splits: int
@@ -49,13 +48,14 @@ def _most_splits(problem: ConvWgradProblem) -> int:
 
 
 def _span(problem: ConvWgradProblem) -> int:
-    """How many small groups are computed as one, whose channels fill a vector: most of its products are in vain."""
+    """How many small groups are computed together, so that their channels fill a vector; most of these products are not
+    used."""
     groups, channels = problem.feature_group_count, max(*problem.group_channels, 1)
     return max(span for span in range(1, max(1, _SPAN_CHANNELS // channels) + 1) if groups % span == 0)
 
 
 def geometry_refusal(problem: ConvProblem) -> str | None:
-    """What no pass of a convolution can have here."""
+    """Why this geometry cannot be computed here in any pass."""
     reason = refusals.dtypes(problem, tuple(OUT_CODES)) or refusals.batch_groups(problem)
     if (reason := reason or refusals.rank(problem, (1, 2, 3))) is not None:
         return reason
@@ -68,12 +68,12 @@ def geometry_refusal(problem: ConvProblem) -> str | None:
 
 
 def cut_refusal(config: Any, most: int) -> str | None:
-    """Of a config with `splits`, of which there may be so many, and `block`."""
+    """Why a config's `splits` (at most `most`) or `block` is not accepted."""
     return field_refusal(config, splits=range(1, most + 1), block=range(_MIN_BLOCK, _MAX_BLOCK + 1))
 
 
 def geometry_attribute(p: ConvProblem) -> np.ndarray:
-    """`Geometry` of ffi/host_convolution.h."""
+    """The attribute for `Geometry` of ffi/host_convolution.h."""
     g = geometry(p, 3)
     sizes = (p.batch, p.in_channels, p.out_channels, *g.size, *g.out, *g.kernel)
     steps = (p.feature_group_count, *g.stride, *g.lhs_dilation, *g.dilation, *g.pad)
@@ -94,7 +94,7 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         return cut_refusal(config, _most_splits(problem))
 
     def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
-        """Where XLA is faster on most such problems."""
+        """Problems for which XLA is mostly faster."""
         m, _, rows = problem.gemm_shape
         if rows * m * problem.out_channels < 256:
             return "the problem is so small that the call itself is what takes time"
@@ -107,7 +107,7 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         return f"{sizes} of a dense convolution are faster on XLA:CPU; preferred below {most}"
 
     def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """Powers of two and multiples of the thread count for `splits`."""
+        """`splits` are powers of two and multiples of the number of threads."""
         count = target.cores
         splits = {2**i for i in range(9)} | {count, 2 * count, 4 * count}
         # A split shorter than its block would only waste workspace.

@@ -4,8 +4,8 @@ The output [taps * C, K] of a feature group is cut into tiles and the reduction 
 GEMM with parallel split-k, as in CUTLASS 2.x for SM80 ("Implicit GEMM Convolution" in CUTLASS's documentation), rebuilt
 on the Hopper atoms of CuTe.
 
-The kernel has two or three spatial dimensions. Those in which a convolution moves nothing (kernel 1, stride 1, no
-padding) are folded into the dimension before them: see `folded`.
+The kernel has two or three spatial dimensions. Plain dimensions (kernel 1, stride 1, no padding) are folded into the
+dimension before them: see `folded`.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ class Config(wgmma_tile.WgmmaTile):
     Attributes:
       tile_m, tile_n, stages: see `WgmmaTile`.
       swap: False puts (filter tap, input channel) on the tile's M side and output channels on N; True the reverse.
-      splits: parts into which the reduction over N*P*Q is cut; none may be empty.
-      whole_tiles: the first so many tiles are not split: whole waves of them, so that the splits of the others fill
-        the last one.
+      splits: parts of the reduction over N*P*Q; none may be empty.
+      whole_tiles: how many of the first tiles are not split. They fill whole waves, and the splits of the other tiles
+        fill the last wave.
     """
 
     swap: bool
@@ -70,26 +70,28 @@ def k_tiles(problem: ConvWgradProblem) -> int:
 
 
 def chained_stages(problem: ConvWgradProblem, config: Config) -> int:
-    """Stages that the tensor cores add before fp32 additions do (macro CHAIN), 0 for all of a split or tile."""
+    """Stages that the tensor cores add before fp32 additions continue (macro CHAIN); 0 for all stages of a split or
+    tile."""
     blocks = -(-k_tiles(problem) // (1 if config.whole_tiles else config.splits))
     is_long = problem.out_dtype == "float32" and blocks > MAX_FLOAT32_CHAIN
     return MAX_FLOAT32_CHAIN if is_long and config.may_chain else 0
 
 
 def takes_turns(problem: ConvWgradProblem, config: Config) -> bool:
-    """Whether splits take turns at the blocks of pixels, so that all thread blocks read neighbouring memory at a time.
+    """Whether splits take turns at the blocks of pixels, so that all thread blocks read neighbouring memory at the same
+    time.
 
-    Those of matrix products do, for which memory is the limit. What only one tile reads is then loaded with the hint
-    that the L2 need not keep it.
+    Splits of matrix products do, because memory limits them. Operands that only one tile reads then get the hint that
+    the L2 need not keep them.
     """
     return is_matrix_product(problem) and config.splits > 1 and not config.whole_tiles
 
 
 def discards(problem: ConvWgradProblem, config: Config) -> bool:
-    """Whether the reduction gives up the partial sums' lines in the L2 (macro DISCARD).
+    """Whether the reduction drops the partial sums' lines from the L2 (macro DISCARD).
 
-    Only whole lines, and so many that it is worth the instructions, where memory is the limit: it gains 2% of 1x1
-    convolutions, and costs 1% of others.
+    It does so only for whole lines, many enough to be worth the instructions, and if memory is the limit: this gains 2%
+    on 1x1 convolutions, and costs 1% on others.
     """
     stride = partial_stride(problem)
     many = config.splits * stride * 4 >= DISCARD_BYTES
@@ -107,7 +109,7 @@ def _group_refusal(p: ConvWgradProblem) -> str | None:
 
 
 def _tma_refusal(p: ConvWgradProblem) -> str | None:
-    """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col)."""
+    """The limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col)."""
     if is_matrix_product(p):
         return None
     lowest, highest, farthest = _IM2COL_LIMITS[folded(p).rank]
@@ -126,7 +128,7 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, BLOCK_K)
 
 
-# Every config that the tuner may try, up to its splits: what has to compile.
+# Every config that the tuner may try, apart from splits. All of them must compile.
 VARIANTS = [
     Config(*tile, stages, swap, 1)
     for tile in wgmma_tile.TILES
@@ -137,7 +139,8 @@ VARIANTS = [
 
 @dataclasses.dataclass(frozen=True)
 class TailArgs(Struct):
-    """Of plans that split the last tiles only: the tiles that are whole, the rest, and the splits of each of these."""
+    """Arguments of plans that split the last tiles only: the number of whole tiles, of the others, and the splits of
+    each of the others."""
 
     whole: int
     rest: int
@@ -167,7 +170,7 @@ def _matrix_map(p: ConvWgradProblem, buffer: int, channels: int) -> plan.TiledMa
 
 
 class Im2col(SplitFamily[Config]):
-    """Chosen wherever it is legal: no shape is known to lose to XLA by more than tuning recovers."""
+    """Preferred whenever it is legal: no shape is known on which XLA is faster by more than tuning recovers."""
 
     name = "wgrad_im2col"
     ABI = 2
@@ -220,7 +223,7 @@ class Im2col(SplitFamily[Config]):
         return (k_tiles(problem),)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
-        """All of them where a thread has the registers for sums of chains."""
+        """All blocks, if a thread has enough registers to hold the sums of chains, too."""
         return k_tiles(problem) if config.may_chain else MAX_FLOAT32_CHAIN
 
     def grid_groups(self, problem: ConvWgradProblem) -> int:
@@ -233,7 +236,7 @@ class Im2col(SplitFamily[Config]):
         return VARIANTS
 
     def in_waves(self, problem: ConvWgradProblem, config: Config, target: Target, most: int = 8) -> Iterator[Config]:
-        """Splits of all tiles, and of those of the last wave."""
+        """Configs that split all tiles, and configs that split those of the last wave."""
         yield from super().in_waves(problem, config, target, most)
         blocks, slots = self.thread_blocks(problem, config), self.slots(problem, config, target)
         if blocks > slots and self.least_splits(problem, config) == 1:
@@ -242,15 +245,15 @@ class Im2col(SplitFamily[Config]):
             yield from (c for c in tails if self.config_refusal(problem, c) is None)
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-        """The other orientation, a stage less, and split counts nearby, in between waves, twice and half as many."""
+        """The other orientation, a stage less, and other split counts: nearby, between waves, doubled and halved."""
         wanted = nearby(config.splits, self.wave(problem, config, target))
         wanted |= one_block_apart(config.splits, k_tiles(problem))
         fewer = [config.stages - 1] if config.stages > wgmma_tile.MIN_STAGES else []
         return self.other_splits(problem, config, wanted) + varied(config, swap=[not config.swap], stages=fewer)
 
     def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
-        """The padding of tiles beyond the problem counts, too."""
-        # Thread blocks that share an SM share its rates, but hide each other's ramp.
+        """Also counts the padding of tiles beyond the problem."""
+        # Thread blocks that share an SM share its rates, but hide each other's start and end.
         blocks = self.rest_tiles(problem, config) * problem.feature_group_count * config.splits
         resident = target.cores * config.blocks_per_sm
         chain = -(-k_tiles(problem) // config.splits)
@@ -268,22 +271,22 @@ class Im2col(SplitFamily[Config]):
         )
 
     def _rows(self, problem: ConvWgradProblem, config: Config) -> float:
-        """Lines of 128 bytes that TMA's rows of a stage touch."""
+        """Lines of 128 bytes that the rows of a stage touch."""
         of_x, of_dy = (config.tile_n, config.tile_m) if config.swap else (config.tile_m, config.tile_n)
         boxes = (of_x, problem.in_channels), (of_dy, problem.out_channels)
         return sum(tile // SLOT * BLOCK_K * wgmma_tile.lines_of_row(2 * channels) for tile, channels in boxes)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Where only the last tiles are split, theirs."""
+        """If only the last tiles are split, bytes for these."""
         if config.whole_tiles:
             return self.rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
         return super().workspace_bytes(problem, config)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
-        """Specialised to tile and rank, hardly to sizes. Depth (d, o) counts under RANK3 only."""
+        """The kernel, specialised to tile and rank, and hardly to sizes. Depth (d, o) counts under RANK3 only."""
         g, (channels, out_channels) = geometry(folded(problem), 3), problem.group_channels
         turns = takes_turns(problem, config)
-        # From a split's block of pixels to its next, and that as a mixed-radix number.
+        # Distance of a split's neighbouring blocks of pixels, and the same as a mixed-radix number.
         step = BLOCK_K * (config.splits if turns else 1)
         rest, step_q = divmod(step, g.out[2])
         rest, step_p = divmod(rest, g.out[1])

@@ -1,6 +1,6 @@
-"""What several families of weight gradients cannot serve.
+"""Problems that several families of weight gradients cannot serve.
 
-Each function returns the reason, or None where there is none, so that `or` between them reports the first.
+Each function returns the reason or None, so that `or` between them gives the first reason.
 """
 
 import math
@@ -24,7 +24,7 @@ def rank(p: ConvProblem, accepted: Sequence[int]) -> str | None:
 
 
 def dtypes(p: ConvProblem, accepted: Sequence[str]) -> str | None:
-    """Of the inputs, and of the result."""
+    """Checks the dtypes of the inputs and of the result."""
     if p.dtype not in accepted:
         return f"dtype {p.dtype}; accepted: {', '.join(accepted)}"
     if p.out_dtype not in OUT_CODES:
@@ -65,7 +65,7 @@ def operands(
     groups: Callable[[ConvWgradProblem], str | None],
     accepted: Sequence[str] = HALVES,
 ) -> str | None:
-    """Of kernels that load the channels of a pixel by 16 bytes; but for sizes."""
+    """Checks for kernels that load a pixel's channels in units of 16 bytes, apart from sizes."""
     reason = dtypes(p, accepted) or rank(p, ranks) or groups(p)
     return reason or channels(p, 16 // jnp.dtype(p.dtype).itemsize) or lhs_dilation(p)
 
@@ -87,12 +87,13 @@ def empty_dimensions(p: ConvProblem) -> str | None:
 
 
 def padded_input(p: ConvWgradProblem, beyond: int) -> str | None:
-    """Of coordinates that are 32-bit integers, up to `beyond` pixels of the output past its end."""
+    """Checks that coordinates up to `beyond` pixels past the end of the output are 32-bit integers."""
     return coordinates(geometry(p, p.rank), p.rank, beyond)
 
 
 def coordinates(g: Geometry, rank: int, beyond: int, row: int | None = None) -> str | None:
-    """Like `padded_input`, of a problem of that rank; of the last dimension in elements, where a pixel has `row`."""
+    """Like `padded_input`, for a problem with `rank` dimensions. Coordinates of the last dimension count elements,
+    `row` for each pixel."""
     last = len(g.out) - 1
     for axis, (out, stride) in enumerate(zip(g.out, g.stride, strict=True)):
         span = abs(g.pad[axis]) + (out + beyond) * stride + g.kernel[axis] * g.dilation[axis]
@@ -104,7 +105,7 @@ def coordinates(g: Geometry, rank: int, beyond: int, row: int | None = None) -> 
 
 
 def gathered(p: ConvWgradProblem, g: Geometry, beyond: int) -> str | None:
-    """Of kernels whose tiles may reach beyond the output of `g`, by less than so many pixels in each dimension."""
+    """Checks for kernels whose tiles may reach up to `beyond` pixels beyond the output of `g` in each dimension."""
     pixels = p.batch * math.prod(p.input_spatial)
     return (
         input_pixels(p)

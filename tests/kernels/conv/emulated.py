@@ -1,4 +1,4 @@
-"""What a family of convolutions must hold to in the emulator."""
+"""Checks of a family of convolutions in the emulator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def check(
     seed: int = 0,
     change: Callable[[DevicePlan], DevicePlan] = lambda plan: plan,
 ) -> None:
-    """Exact on integers, whose sums every dtype holds, whatever the order of threads and copies."""
+    """Results are exact on integers whose sums every dtype holds, in any order of threads and copies."""
     assert family.refusal(p, config) is None, f"{family.refusal(p, config)}: {p} {config}"
     rng = np.random.default_rng(seed)
     x, y = (rng.integers(-2, 3, shape).astype(_dtype(p.dtype)) for shape in p.operand_shapes)
@@ -34,7 +34,7 @@ def _dtype(name: str) -> Any:
 
 
 def check_not_finite(family: Family[Any, Any], p: ConvProblem, config: Any, value: float) -> None:
-    """One such value in the first operand reaches what depends on it, and all else is as exact as ever."""
+    """One NaN or infinity in the first operand reaches the results that depend on it; all others are exact."""
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-2, 3, shape).astype(_dtype(p.dtype)) for shape in p.operand_shapes)
     y[y == 0] = 1

@@ -1,4 +1,4 @@
-"""What only some families of forward passes and input gradients hold to: what they refuse, and registers."""
+"""Special properties of some families of forward passes and input gradients: refusals, and registers."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_what_only_some_passes_of_patches_refuse() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", GROUPED.families)
 def test_grouped_passes_with_the_fewest_registers_do_not_spill(kind: Any) -> None:
-    """Those of networks' layers, for what they have."""
+    """On layers of networks."""
     pairs = [(p, c) for p in GROUPED.networks if isinstance(p, kind) for c in GROUPED.of(p).candidates(p, DEFAULT_CUDA)]
     tight = sorted(pairs, key=lambda pair: -grouped.tiling(*pair).registers * GROUPED.of(pair[0]).blocks_per_sm(*pair))
     sources = dict.fromkeys(GROUPED.of(p).source(p, config) for p, config in tight)

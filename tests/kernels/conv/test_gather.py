@@ -1,4 +1,4 @@
-"""What only the forward passes with few input channels hold to: refused configs, tiles that take turns."""
+"""Special properties of forward passes with few input channels: refused configs, and tiles that take turns."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from tests.kernels.conv.tried import GATHER
 
 
 def few_blocks(plan: DevicePlan) -> DevicePlan:
-    """So that a thread block has several tiles, as in large problems."""
+    """The plan with few thread blocks, so that each has several tiles, as in large problems."""
     (launch,) = plan.launches
     x, y, z = launch.grid
     return dataclasses.replace(plan, launches=(dataclasses.replace(launch, grid=(min(x, 2), y, z)),))

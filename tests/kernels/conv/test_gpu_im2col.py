@@ -38,7 +38,7 @@ THREADS = 4  # XLA compiles what surrounds the kernels
 
 @functools.cache
 def random_runs() -> list[tuple[Family, Any, Any]]:
-    """Other ones in each run of the tests."""
+    """Random problems with configs, other ones in each run of the tests."""
 
     def drawn(rng: np.random.Generator, kind: type[Any], wanted: Callable[[Any], bool]) -> Iterator[tuple[Family, Any]]:
         while True:
@@ -47,7 +47,7 @@ def random_runs() -> list[tuple[Family, Any, Any]]:
                 yield LARGE.of(p), p
 
     def sibling(rng: np.random.Generator, p: Any, wanted: Callable[[Any], bool]) -> Any:
-        """Of other sizes, and often of other channels."""
+        """The problem with other sizes, and often with other channels."""
         while True:
             other = random_problems.resized(rng, p)
             if rng.random() < 0.5:
@@ -89,8 +89,8 @@ def test_random_problems_are_of_every_kind() -> None:
 
 
 def wrong(number: int, family: Family, p: Any, config: Any) -> str | None:
-    """Against float64: on integers every other time, else the error, which is that of the last rounding, of fp32 sums
-    and of tf32."""
+    """What is wrong with a result, or None: every other time on integers against the exact result, else by the error
+    against float64."""
     integers = number % 2 == 0
     x, w = (on_gpu.integers if integers else on_gpu.normals)(p, number)
     out, want = poison.run(device_plan(family, p, config), p, x, w), on_gpu.exactly(p, x, w)

@@ -1,4 +1,4 @@
-"""What every family of forward passes and input gradients holds to on a GPU."""
+"""Properties of every family of forward passes and input gradients, on a GPU."""
 
 import dataclasses
 import functools
@@ -21,7 +21,8 @@ OTHERS = [(name, kind) for name, kind in KINDS if name != "im2col"]  # test_gpu_
 
 
 def configs(tried: Tried, p: ConvProblem) -> list[Any]:
-    """The best of each kind by the model, and where thread blocks take tiles in turns, with more tiles for each."""
+    """The best config of each kind by the model; if thread blocks take tiles in turns, also one with more tiles for
+    each."""
     family, found = tried.of(p), {}
     for config in sorted(family.candidates(p, DEFAULT_CUDA), key=lambda c: family.estimate(p, c, DEFAULT_CUDA)):
         found.setdefault(tried.kind(config), config)

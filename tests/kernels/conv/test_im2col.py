@@ -38,7 +38,7 @@ def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> 
 
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
 def test_float32_is_rounded_to_nearest(kernel: tuple[int, int]) -> None:
-    """As the loads of either operand do, in im2col mode and as a plain matrix."""
+    """The loads of both operands round, in im2col mode and as a plain matrix."""
     p = problem(ConvDgradProblem, (9, 10), kernel, 36, 40, dtype="float32", out_dtype="float32")
     with seeded(85) as rng:
         g, weight = (rng.normal(size=shape).astype(np.float32) for shape in p.operand_shapes)
@@ -70,7 +70,7 @@ def test_float32_is_an_input_gradients() -> None:
     (Config(64, 64, 8, 2, "cluster", workers=1), "splits 2; accepted: 1"),
 ])  # fmt: skip
 def test_refuses_configs(config: Config, reason: str | None) -> None:
-    """The longest of the phases is what splits are of."""
+    """Splits are counted in the longest phase."""
     p = problem(DGRAD, (8, 8), (3, 3), 64, 64, stride=2, padding=1)
     refusal = im2col.DGRAD.config_refusal(p, config)
     assert refusal is None if reason is None else str(refusal).startswith(reason)
@@ -97,8 +97,8 @@ def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tupl
 
 
 def test_a_warp_may_come_late_to_its_teams_turn() -> None:
-    """Of tiles of one stage: when one warp arrived for all of its team, the other team went ahead, and a warp that had
-    not waited yet missed the phase. One in ten of such orders of the threads ended in a deadlock."""
+    """Tiles have one stage here. If one warp arrives for its whole team, the other team goes ahead, and a warp that has
+    not waited yet misses the phase. One in ten orders of the threads then ends in a deadlock."""
     p, config = problem(FPROP, (14, 18), (1, 1), 24, 144, batch=3), Config(64, 64, 4, swap=True, workers=3)
     with seeded(93) as rng:
         for seed in (768281227, 768281249, *rng.integers(2**31, size=15)):
@@ -130,7 +130,7 @@ def test_candidates_keep_their_weight_where_they_can() -> None:
         p = problem(FPROP, (size, size), (1, 1), *channels, batch=128)
         persistent = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers]
         assert persistent and all(IM2COL.of(p).keeps_weight(p, c) for c in persistent)
-    # With tiles of 192 channels that takes a stage.
+    # With tiles of 192 channels that needs a stage.
     p = problem(FPROP, (56, 56), (1, 1), 96, 384, batch=64)
     keeping = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers and IM2COL.of(p).keeps_weight(p, c)]
     assert any(not IM2COL.of(p).keeps_weight(p, dataclasses.replace(c, stages=5)) for c in keeping)
@@ -143,7 +143,7 @@ def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
     x, w = (np.zeros(shape, ml_dtypes.bfloat16) for shape in p.operand_shapes)
     with pytest.raises(emulator.EmulationError, match="a tensor map's load from element 68"):
         emulator.run(im2col.FPROP.plan(p, tile(64, 64)), [x, w], [np.zeros(p.out_shape, ml_dtypes.bfloat16)])
-    # The gradient's weight is contiguous along the other channels.
+    # An input gradient's weight is contiguous along its output channels.
     assert im2col.DGRAD.refusal(problem(DGRAD, (6, 6), (1, 3), 2 * 68, 64, groups=2)) is None
 
 
@@ -165,13 +165,13 @@ def test_few_channels_have_rows_and_columns_of_their_own_width(
     p = problem(kind, (9, 10), (3, 3), *channels, padding=1, **changes)
     assert im2col.row_bytes(p) == row
     assert min(config.tile_n for config in IM2COL.of(p).candidates(p, DEFAULT_CUDA)) == tile_n
-    # One tap leaves nothing to fill a row with, but the next group.
+    # With one tap, only the next group could fill the row.
     one = problem(kind, (9, 10), (1, 1), *channels, stride=2, **changes)
     assert im2col.row_bytes(one) == (row if changes else 128)
 
 
 def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
-    """Tiles are wider than the result, which has as many elements as there may be."""
+    """Tiles are wider than the result, which has the largest number of elements."""
     p = problem(FPROP, (2**20,), (9,), 8, 8, batch=200, padding=4)
     assert im2col.FPROP.refusal(p, tile(64, 16)) is None
     refusal = str(im2col.FPROP.refusal(p, tile(64, 16, 2, "workspace")))
@@ -180,7 +180,7 @@ def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
 
 
 def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
-    """Of each spatial dimension all (output pixel, tap, input pixel) that are multiplied."""
+    """For each spatial dimension, all (output pixel, tap, input pixel) that are multiplied."""
     forward = p if isinstance(p, ConvFpropProblem) else other_way(p)
     found = []
     for axis, (low, _) in enumerate(forward.padding):
@@ -265,7 +265,7 @@ print(IM2COL.of(p).candidates(p, DEFAULT_CUDA))
 
 
 def test_candidates_come_in_one_order_in_every_process() -> None:
-    """Of equal estimates the first decides, and the processes of a job must decide alike."""
+    """Among equal estimates the first one decides, and the processes of a job must choose alike."""
     runs = []
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed}

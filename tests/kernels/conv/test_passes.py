@@ -1,5 +1,5 @@
-"""What every family of forward passes and input gradients holds to, without a GPU: its device code in the emulator, its
-refusals and its candidates."""
+"""Properties of every family of forward passes and input gradients, without a GPU: device code in the emulator,
+refusals and candidates."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ def test_random_problems_are_exact(name: str, kind: type[Any], seed: int) -> Non
 @pytest.mark.parametrize("number", [0, pytest.param(-1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_what_is_not_finite_reaches_what_depends_on_it(name: str, kind: type[Any], number: int, value: float) -> None:
-    """Not other groups, nor pixels that no tap meets, nor what fills a block's rows and columns."""
+    """It does not reach other groups, pixels that no tap reads, or padded rows and columns of a block."""
     p, config = [run for run in FAMILIES[name].runs if isinstance(run[0], kind)][number]
     emulated.check_not_finite(FAMILIES[name].of(p), p, config, value)
 
@@ -43,7 +43,7 @@ def test_what_is_not_finite_reaches_what_depends_on_it(name: str, kind: type[Any
 )
 def test_refusals(name: str, kind: type[Any], change: dict[str, Any], reason: str) -> None:
     p = dataclasses.replace(FAMILIES[name].base(kind), **change)
-    if name == "im2col":  # what its output is counts there
+    if name == "im2col":  # its output counts there
         given = (p.window_strides, p.padding, p.lhs_dilation, p.rhs_dilation)
         p = dataclasses.replace(p, output_spatial=conv_output_spatial(p.input_spatial, p.kernel_spatial, *given))
     with pytest.raises(ValueError, match=reason):

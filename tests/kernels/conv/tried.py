@@ -1,5 +1,5 @@
-"""The families of forward passes and input gradients, and the problems that each is tried with: in the emulator and on
-the host in test_passes.py, on a GPU in test_gpu_passes.py."""
+"""The families of forward passes and input gradients, with problems for their tests: test_passes.py uses the emulator
+and the host, test_gpu_passes.py a GPU."""
 
 import dataclasses
 import functools
@@ -27,19 +27,19 @@ Rng = np.random.Generator
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """Families of one device code.
+    """Families with the same device code, and their test cases.
 
     Attributes:
       families: by the problems that they serve.
-      kind: what tells configs apart that are tried with one problem.
+      kind: maps a config to its kind; a problem is tried with different kinds.
       best: how many kinds are tried.
       draw: a random problem of a class, served or not.
       config: a random legal config.
       sibling: another problem and config of the same device code, legal or not.
-      networks: layers of networks, of few images.
+      networks: layers of networks, with few images.
       measured: layers whose tuning is tried.
-      base: what `refused` changes.
-      refused: (what is changed, what is said).
+      base: the problem that `refused` changes.
+      refused: (changes, words of the refusal).
     """
 
     families: Mapping[type[Any], Any]
@@ -63,12 +63,12 @@ class Tried:
 
     @functools.cached_property
     def runs(self) -> list[tuple[ConvProblem, Any]]:
-        """Those of tests/every_kernel.py, problems and configs."""
+        """The problems and configs of tests/every_kernel.py."""
         found = [run for run in every_kernel.RUNS if run.family in self.families.values()]
         return [(run.problem, run.config) for run in found if isinstance(run.problem, ConvProblem)]
 
     def random(self, rng: Rng, kind: type[Any], most: float = 3e7) -> Any:
-        """A problem that the family serves, of at most so many operations."""
+        """A problem that the family serves, with at most `most` operations."""
         while True:
             p = self.draw(rng, kind)
             if p.flops <= most and self.of(p).refusal(p) is None:
@@ -80,8 +80,8 @@ def chosen(rng: Rng, values: Sequence[Any]) -> Any:
 
 
 def geometry(rng: Rng, sizes: tuple[int, ...], kernels: tuple[int, ...], *steps: tuple[str, int]) -> dict[str, Any]:
-    """Of any rank, with sizes of the image and the filter below the limits of that rank, and with one of `steps` in
-    half of the problems: strides or dilations below a limit."""
+    """A random geometry of any rank. Sizes of image and filter are below the limits of that rank; half of the problems
+    have strides or dilations."""
     rank = int(rng.integers(1, 4))
 
     def some(low: int, high: int) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ def geometry(rng: Rng, sizes: tuple[int, ...], kernels: tuple[int, ...], *steps:
 
 
 def dtypes(rng: Rng, *given: str) -> dict[str, Any]:
-    """One of those given, and any result's."""
+    """Random dtypes of the operands and of the result."""
     return {"dtype": chosen(rng, given), "out_dtype": chosen(rng, ("bfloat16", "float16", "float32"))}
 
 
@@ -146,7 +146,7 @@ DEPTHWISE = Tried(
 
 
 def _toeplitz(kind: type[Any], channels: int, stride: Any = 1, **more: Any) -> Any:
-    """The stride is the forward pass's that is computed: an input gradient's input is dilated by it."""
+    """The stride is that of the forward pass that runs: for an input gradient, the dilation of its input."""
     return _depthwise(kind, channels, **{"stride" if kind is ConvFpropProblem else "lhs_dilation": stride, **more})
 
 
@@ -156,7 +156,7 @@ def _draw_toeplitz(rng: Rng, kind: type[Any]) -> Any:
 
 
 def _toeplitz_config(rng: Rng, family: Family, p: ConvProblem) -> toeplitz.Config:
-    """Any that is legal; a candidate after 100 that were not."""
+    """A legal config; a candidate after 100 illegal draws."""
     for _ in range(100):
         each, tiles, rows, turns = (int(rng.integers(1, most + 1)) for most in (2, 16, 24, 2))
         sizes = each, tiles, rows, chosen(rng, (1, 2, 4)), chosen(rng, (1, 2, 4, 8)), chosen(rng, (1, 2, 4))
@@ -213,7 +213,7 @@ def _draw_grouped(rng: Rng, kind: type[Any]) -> Any:
 
 
 def _grouped_config(rng: Rng, family: Family, p: ConvProblem) -> grouped.Config:
-    """Any that is legal; a candidate after 200 that were not."""
+    """A legal config; a candidate after 200 illegal draws."""
     for _ in range(200):
         size = 16 * max(p.window_strides)
         tile = (int(rng.integers(1, most + 1)) for most in (p.batch, size, 2 * size, 4))
@@ -227,7 +227,7 @@ def _grouped_config(rng: Rng, family: Family, p: ConvProblem) -> grouped.Config:
 
 
 def _grouped_sibling(rng: Rng, p: ConvProblem, config: grouped.Config) -> tuple[ConvProblem, grouped.Config]:
-    """The number of workers is left open, too."""
+    """Another problem; the number of workers may differ, too."""
     more = int(rng.integers(p.batch, 20)), int(rng.integers(1, 7))
     return dataclasses.replace(p, batch=more[0]), dataclasses.replace(config, workers=more[1])
 
@@ -278,7 +278,7 @@ def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
 
 
 def _gather_sibling(rng: Rng, p: ConvProblem, config: gather.Config) -> tuple[ConvProblem, gather.Config]:
-    """The number of output channels is left open, too."""
+    """Another problem; the number of output channels may differ, too."""
     batch, channels = int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
     return dataclasses.replace(p, batch=batch, out_channels=channels), config
 
@@ -334,7 +334,7 @@ def _draw_patch(rng: Rng, kind: type[Any]) -> Any:
     return _patch(kind, size, kernel, *channels, batch=int(rng.integers(1, 5)), **types)
 
 
-# Device code is of a config and dtypes, and of whether there are whole 64s of output channels.
+# Device code depends on the config, the dtypes, and whether output channels are a multiple of 64.
 PATCH_CONFIGS = (
     Config(64, 64, 6),
     Config(128, 256, 4),
@@ -346,7 +346,7 @@ PATCH_CONFIGS = (
 
 
 def _patch_config(rng: Rng, family: Family, p: ConvProblem) -> Config:
-    """With one split where the reduction has too few blocks."""
+    """A random config, with one split if the reduction has too few blocks."""
     config = chosen(rng, PATCH_CONFIGS)
     return dataclasses.replace(config, splits=1, reduction="none") if family.refusal(p, config) else config
 
@@ -388,7 +388,7 @@ PATCH = Tried(
 
 
 def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
-    """`scale`: of its sizes."""
+    """A random problem; `scale` multiplies its sizes."""
     steps = ("stride", 5), ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4)
     more = geometry(rng, (60 * scale, 14 * scale, 6 * scale), (8, 5, 4), *steps)
     if rng.random() < 0.2:
@@ -411,7 +411,7 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
 
 
 def _im2col_config(rng: Rng, family: Family, p: ConvProblem) -> im2col.Config:
-    """A candidate; with fewer workers, of several tiles each."""
+    """A candidate with fewer workers, each with several tiles."""
     config = chosen(rng, family.candidates(p, DEFAULT_CUDA))
     workers = int(rng.integers(1, config.workers + 1)) if config.workers else 0
     return dataclasses.replace(config, workers=workers)

@@ -23,7 +23,7 @@ TILES = conv((8, 16), (1, 2), (72, 64), batch=70, padding=((0, 0), (1, 0)))
 
 
 def of_splits(family: Any, p: ConvWgradProblem, config: Any, blocks: int) -> list[Any]:
-    """The config with each split count of SPLITS, or the nearest whole one."""
+    """The config with each split count of SPLITS, or the nearest legal one."""
     wanted = dict.fromkeys(split_k.whole_splits(blocks, splits) for splits in SPLITS)
     found = [dataclasses.replace(config, splits=splits) for splits in wanted]
     assert all(family.refusal(p, c) is None for c in found)
@@ -54,7 +54,7 @@ def test_reduce_tiles_is_exact_with_any_lanes() -> None:
 def test_reduce_splits_gives_up_lines_that_nobody_else_needs(
     channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they are few, too, so that the next call's splits write lines that have just been given up."""
+    """With few splits, too, so that the next call's splits write lines that have just been given up."""
     monkeypatch.setattr(im2col, "DISCARD_BYTES", 0)
     p = conv((12, 12), (1, 1), channels, batch=160)
     configs = of_splits(im2col.FAMILY, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))

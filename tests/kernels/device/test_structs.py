@@ -1,4 +1,4 @@
-"""Structs that host and device share; division by multiplication, as the device code does it."""
+"""Structs that host and device share, and the device code's division by multiplication."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from tests.problems import seeded
 
 
 def test_divisors_divide_all_that_they_may_meet() -> None:
-    """n * multiplier >> shift, in 64 bits without sign, for n of 31 bits."""
+    """The quotient is n * multiplier >> shift in unsigned 64 bits, for n of 31 bits."""
     most = 2**31 - 1
     with seeded(7) as rng:
         drawn = [int(v) for v in np.exp(rng.uniform(0, math.log(most), 2000))]

@@ -1,4 +1,4 @@
-"""The matrix product's kernel family without a GPU: what it takes, its candidates, its plans."""
+"""The matrix product's kernel family without a GPU: the problems that it serves, its candidates, its plans."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def test_refuses_configs(config: Config, reason: str) -> None:
 
 
 def test_tf32_is_for_what_xla_computes_in_it() -> None:
-    """In other words it takes no product whose float32 XLA keeps: an outer product, a vector, a small loop."""
+    """The tf32 family refuses products that XLA computes in float32: outer products, vectors, the smallest ones."""
     for m, n, k, served in ((12, 44, 1, False), (12, 8, 4, False), (12, 8, 5, True), (12, 44, 2, True)):
         problem = DotProblem(1, m, n, k, "bkm", "bkn", "float32", "float32")
         assert (as_wgrad.TF32.problem_refusal(problem) is None) == served
@@ -79,7 +79,7 @@ def test_tf32_is_for_what_xla_computes_in_it() -> None:
 
 
 def test_float32_is_rounded_to_nearest() -> None:
-    """As the loads do; the tensor cores would cut the low bits off, an error 2.6 times as large."""
+    """The loads round. Without that the tensor cores would truncate, with an error 2.6 times as large."""
     problem = DotProblem(1, 72, 64, 1032, "bmk", "bnk", "float32", "float32")
     with seeded(73) as rng:
         operands = [rng.normal(size=shape).astype(np.float32) for shape in (problem.lhs_shape, problem.rhs_shape)]
@@ -108,12 +108,12 @@ def test_sums_of_e4m3_are_held_twice() -> None:
 
 
 def test_long_float32_sums_leave_the_tensor_cores() -> None:
-    """Which truncate them. Without splits such a product is one launch; before, only its splits were short enough."""
+    """So such a product needs no splits for its accuracy: it is one launch."""
     problem = DotProblem(1, 1024, 2048, 50304, "bkm", "bkn", "bfloat16", "float32")
     whole, wide = Config(128, 128, 7), Config(64, 256, 5)
     assert whole in FAMILY.candidates(problem, DEFAULT_CUDA)
     assert FAMILY.macros(problem, whole)["CHAIN"] == tma.FLOAT32_CHAIN
-    # 393 blocks a split, which the tensor cores may add; and a tile whose sums a thread cannot hold twice.
+    # With 393 blocks a split, the tensor cores may add all of them. Also a tile whose sums a thread cannot hold twice.
     assert FAMILY.macros(problem, dataclasses.replace(whole, splits=2, reduction="cluster"))["CHAIN"] == 0
     assert FAMILY.macros(problem, wide)["CHAIN"] == 0
     assert (FAMILY.least_splits(problem, whole), FAMILY.least_splits(problem, wide)) == (1, 2)
@@ -122,11 +122,11 @@ def test_long_float32_sums_leave_the_tensor_cores() -> None:
     assert FAMILY.macros(dataclasses.replace(problem, out_dtype="bfloat16"), whole)["CHAIN"] == 0
 
 
-MAX_FLOPS = 2e9  # what NumPy multiplies in a moment
+MAX_FLOPS = 2e9  # small enough for NumPy
 
 
 def random_problem(rng: np.random.Generator) -> DotProblem:
-    """Any sizes but for those of the contiguous dimensions, which TMA wants in 16 bytes, and n, stored by fours."""
+    """Random sizes. Contiguous dimensions are multiples of 16 bytes, as TMA requires, and n is a multiple of four."""
     dtype, out = str(rng.choice(tuple(tma.ELEMENT_CODES))), str(rng.choice(tuple(split_k.OUT_CODES)))
     if dtype == E4M3 and out == "float32":
         out = "bfloat16"
@@ -136,7 +136,7 @@ def random_problem(rng: np.random.Generator) -> DotProblem:
 
     def size(letter: str, most: int) -> int:
         multiple = contiguous if letter in (lhs[-1], rhs[-1]) else 4 if letter == "n" else 1
-        multiple = 64 if rng.random() < 0.25 else multiple  # such operands are loaded in another way
+        multiple = 64 if rng.random() < 0.25 else multiple  # the kernel loads such operands in another way
         return multiple * max(1, int(2 ** rng.uniform(0, math.log2(most))) // multiple)
 
     while True:
@@ -162,7 +162,7 @@ def test_candidates_are_legal_and_stay_within_the_workspace() -> None:
 
 
 def test_a_plan_covers_the_product() -> None:
-    """Its maps describe the operands where they lie, and its grid every block of k once."""
+    """Its maps describe the operands in memory, and its grid covers every block of k once."""
     with seeded(72) as rng:
         for problem in (random_problem(rng) for _ in range(40)):
             config = FAMILY.candidates(problem, DEFAULT_CUDA)[int(rng.integers(3))]
@@ -211,16 +211,16 @@ def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() 
 
 
 def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
-    """By what was measured: see benchmarks/notes/dot.md."""
+    """The limits come from measurements: see benchmarks/notes/dot.md."""
     few, many = dataclasses.replace(LONG, m=1024, n=256, k=16384), dataclasses.replace(LONG, m=8192, n=8192)
     assert FAMILY.measurement_refusal(few) is None
     assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.measurement_refusal(many))
     long = dataclasses.replace(few, m=96, n=384, k=401408)
     assert "it takes 90 us at the GPU's rates" in str(FAMILY.measurement_refusal(long))
-    # Not where tiles are as many as multiprocessors.
+    # Not if there are as many tiles as multiprocessors.
     assert FAMILY.measurement_refusal(dataclasses.replace(LONG, m=1024, n=2048, k=50304)) is None
     assert "its reduction of 320 is short" in str(FAMILY.measurement_refusal(SLIGHT))
     assert FAMILY.measurement_refusal(dataclasses.replace(SLIGHT, k=4096)) is None
-    # What no GPU has shown.
+    # Not measured on any GPU.
     for unknown in ({"dtype": "float32"}, {"activation": "relu"}):
         assert FAMILY.measurement_refusal(dataclasses.replace(many, **unknown)) is None

@@ -14,7 +14,7 @@ from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime import compiler
 from tests import cubin, dots, emulator
 
-MOST_LINES = 90  # of device code, and of Python
+MOST_LINES = 90  # most lines of device code, and of Python
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_it_is_short() -> None:
     [((136, 192, 328), WgmmaTile(128, 256, 4)), ((72, 128, 520), WgmmaTile(64, 128, 4))],
 )
 def test_it_is_exact(family: Any, size: tuple[int, int, int], config: WgmmaTile) -> None:
-    """In tiles that are not whole, and a ring that is filled again."""
+    """Also with partial tiles, and a ring that is filled again."""
     p = problem(*size)
     assert family.refusal(p, config) is None
     operands = dots.integers(p, np.random.default_rng(7))

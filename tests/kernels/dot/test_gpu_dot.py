@@ -35,7 +35,7 @@ REDUCTIONS = (("none", 1), ("cluster", 2), ("cluster", 3), ("cluster", 8), ("wor
 
 
 def exact_runs() -> list[tuple[DotProblem, Config]]:
-    """Every tile, reduction and major, none with all others, on sizes that no tile divides."""
+    """Every tile, reduction and major on sizes that no tile divides, but not all combinations."""
     runs = []
     majors = itertools.cycle(itertools.product(LHS_ORDERS, RHS_ORDERS))
     dtypes = itertools.cycle((("bfloat16", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")))
@@ -96,8 +96,8 @@ def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
 
 @functools.cache
 def random_runs() -> list[tuple[Family, DotProblem, Any]]:
-    """Other ones in each run of the tests, by at most `SOURCES` kernels; one in ten is of the tf32 family that takes
-    neither operand with k contiguous."""
+    """Random problems, other ones in each run of the tests, with at most `SOURCES` kernels. One in ten is for the tf32
+    family that takes neither operand with k contiguous."""
 
     def drawn(rng: np.random.Generator) -> Iterator[tuple[Family, DotProblem]]:
         for number in itertools.count(1):
@@ -115,8 +115,8 @@ def random_runs() -> list[tuple[Family, DotProblem, Any]]:
 
 
 def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str | None:
-    """The errors, unless ours is at most twice XLA's, which may cut k into other splits: the tensor cores truncate each
-    sum of 16 products, by half a unit in the mean, and sums of e4m3 products to 13 bits."""
+    """The errors, if ours is more than twice XLA's. XLA may cut k into other splits: the tensor cores truncate each sum
+    of 16 products, by half a unit in the mean, and sums of e4m3 products to 13 bits."""
     operands = normals(problem.operand_types, SEED + number)
     plan = family.plan(problem, config)
     assert isinstance(plan, DevicePlan)
@@ -193,7 +193,7 @@ def test_nan_and_infinity_after_an_activation_are_xlas(activation: str) -> None:
 
 
 def test_a_layer_and_its_gradient_are_plain_jaxs() -> None:
-    """Through the public function: one launch of ours for the forward pass, and the gradients of plain JAX."""
+    """Through the public function. The forward pass is one launch of ours, and the gradients equal plain JAX's."""
     rng = np.random.default_rng(SEED)
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2048, 64), (64, 2048)))
     b, r = jnp.linspace(-1, 1, 64), jnp.ones((64, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What each family of quantized products on Hopper would try, what it expects of that, and its plans. No GPU."""
+"""The candidates of each family of quantized products on Hopper, their estimates, and their plans."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.products import E4M3, HALF, problems, valid_problem
 
 FAMILIES = kernels.families("quantized_matmul", "cuda")
-BLOCK_SHARED, SM_SHARED = 227 * 1024, 228 * 1024  # bytes that a thread block may have, and that there are
+BLOCK_SHARED, SM_SHARED = 227 * 1024, 228 * 1024  # shared memory of a thread block and of a multiprocessor
 SIZES = (
     *((1, 64, 1), (8, 8192, 3584), (9, 333, 77), (17, 8192, 8192), (64, 8192, 28672), (20, 1, 40), (65, 1088, 200)),
     *((64, 1000, 200), (20, 128, 100_000), (49, 4096, 640), (256, 8192, 8192), (1000, 4160, 333), (4096, 8192, 3584)),
@@ -129,7 +129,8 @@ ROWS_64 = valid_problem(64, 8192, 3584)
 
 
 def test_few_rows_of_e4m3_cut_k() -> None:
-    """28 or 14 tiles along 3584 features: k is cut, and taller tiles, which read less of x, are tried, too."""
+    """There are 28 or 14 tiles along 3584 features, so candidates cut k. Taller tiles, which read less of x, are tried,
+    too."""
     p = valid_problem(64, 8192, 3584, x_dtype=E4M3)
     found = fp8.FAMILY.candidates(p, DEFAULT_CUDA)
     assert {config.tile_m for config in found} == {128, 256}
@@ -165,7 +166,7 @@ def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
     for group, expected in ((32, 32), (64, 64), (128, 128), (1024, 128)):
         assert fp8.period(product(group_size=group), wide) == expected
         assert fp8.period(product(group_size=group), narrow) == min(expected, 64)
-    # Half as many promotions; float16 results would show the bits that are lost.
+    # Half as many promotions to float32 lose bits that float16 results would show.
     assert fp8.period(product(group_size=128, out_dtype="float16"), wide) == 64
     assert (fp8.sums(product(), wide), fp8.sums(product(group_size=128), wide)) == (2, 1)
     times = [fp8.FAMILY.estimate(product(group_size=group), wide, DEFAULT_CUDA) for group in (64, 128)]
@@ -173,7 +174,7 @@ def test_the_tensor_cores_add_up_128_k_where_they_have_one_scale() -> None:
 
 
 def test_columns_are_as_many_as_registers_hold() -> None:
-    """As many as 128, where no fewer sets of their sums fit than of 64."""
+    """Up to 128 columns, if the registers hold no fewer sets of sums than with 64."""
     for tile, changes, expected in (
         ((128, 32), {}, 32), ((128, 96), {}, 32), ((128, 192), {}, 64), ((256, 64), {}, 64), ((128, 128), {}, 128),
         ((128, 256), {}, 64), ((128, 256), {"group_size": 128}, 128),
@@ -204,7 +205,7 @@ def test_what_the_tensor_cores_multiply(changes: dict[str, Any], expected: str) 
     assert stream.products(p) == expected
     found = macros(stream.FAMILY, p, config, "E4M3_PRODUCTS", "X_E4M3")
     assert found == (expected == E4M3, p.x_dtype == E4M3)
-    # Activations of e4m3 take half the room.
+    # e4m3 activations take half the space.
     assert stream.x_bytes(p, config) == 8 * 4096 // 2 * jnp.dtype(expected).itemsize
 
 

@@ -1,5 +1,5 @@
-"""What every family of products with packed weights on Hopper holds to, on a GPU: exactness, decoding, accuracy, the
-same bits every time, and what is not finite only where it belongs."""
+"""Properties of every family of products with packed weights on Hopper, on a GPU: exactness, decoding, accuracy,
+repeatability, and NaN only where it belongs."""
 
 import dataclasses
 import itertools
@@ -48,8 +48,8 @@ FEW, SEVERAL = 2, 6  # configs of a case
 
 
 def cut_tiles(family: Family, case: Case) -> Iterator[Any]:
-    """Small tiles of quantized_tiled and quantized_fp8 whose k blocks are in a few ranges, each in its own, and in
-    splits, also of warpgroups that share features."""
+    """Small tiles of quantized_tiled and quantized_fp8 with k blocks in few ranges, in single ranges, and in splits,
+    also with warpgroups that share features."""
     p = case.problem
     if family is fp8.FAMILY:
         whole, shared = ((128, 64, 1), (128, 64, 2), (256, 64, 1), (256, 32, 2)), ((128, 64, 2, 3), (128, 32, 2, 4))
@@ -69,7 +69,8 @@ def cut_tiles(family: Family, case: Case) -> Iterator[Any]:
 
 
 def streamed(case: Case) -> Iterator[stream.Config]:
-    """The fewest stages and one cluster for all features; few clusters; a wider tile; each value of each field."""
+    """Configs with the fewest stages and one cluster for all features, with few clusters, with a wider tile, and with
+    each value of each field."""
     found = stream.FAMILY.candidates(case.problem, DEFAULT_CUDA)
     yield dataclasses.replace(found[-1], stages=2, clusters=1)
     yield dataclasses.replace(found[0], clusters=-(-found[0].clusters // 3))
@@ -79,7 +80,7 @@ def streamed(case: Case) -> Iterator[stream.Config]:
 
 
 def configs(family: Family, case: Case, count: int, turn: int = 0) -> list[Any]:
-    """The best candidates of each code and special ones; of these `count`, from another one on for each turn."""
+    """`count` of the best candidates of each code and of special ones, starting at another one in each turn."""
     candidates: dict[Any, Any] = {}
     for config in family.candidates(case.problem, DEFAULT_CUDA):
         candidates.setdefault(family.source(case.problem, config), config)
@@ -91,7 +92,7 @@ def configs(family: Family, case: Case, count: int, turn: int = 0) -> list[Any]:
 
 
 def serving(found: Iterable[Case]) -> list[Any]:
-    """Parameters: each family that serves a case, a turn, the case."""
+    """Test parameters (family, turn, case) for each family that serves a case."""
     served = [(f, turn, case) for turn, case in enumerate(found) for f in FAMILIES if f.refusal(case.problem) is None]
     return [pytest.param(*each, id=f"{each[0].name} {each[2].problem}") for each in served]
 
@@ -100,13 +101,13 @@ by_case = lambda found: pytest.mark.parametrize(("family", "turn", "case"), serv
 
 
 def product(family: Family, case: Case, config: Any, packed: PackedWeight) -> Callable[[Any], np.ndarray]:
-    """x to the family's result, with poisoned buffers."""
+    """A function from x to the family's result, with poisoned buffers."""
     call = poison.function(on_gpu.plan(family, case.problem, config), case.problem)
     return lambda x: np.asarray(call(*operands(packed, x, case.x_dtype)))
 
 
 def largest(family: Family, case: Case) -> int:
-    """Of the integers in x: the tensor cores' sums of e4m3 products keep 13 bits at least."""
+    """The largest integer in x: the tensor cores' sums of e4m3 products keep 13 bits at least."""
     return 2 if family is not fp8.FAMILY else 1 if case.qtype == E4M3 else 4
 
 
@@ -213,7 +214,7 @@ def test_the_suites_shapes_are_exact(family: Family, turn: int, case: Case) -> N
 
 
 def check_exact(family: Family, case: Case, tried: list[Any], most: int, dtype: type = np.float64) -> None:
-    """On x of small integers; `dtype` is what the expected result is computed in."""
+    """Results are exact on x of small integers; `dtype` is the dtype of the reference."""
     q, weight = exact_weight(case, 2)
     x = integers(case, most, 3)
     expected, packed = rounded(x.astype(dtype) @ weight.astype(dtype), case.out_dtype), prepack(q)
@@ -224,7 +225,7 @@ def check_exact(family: Family, case: Case, tried: list[Any], most: int, dtype: 
 
 @by_case(DECODED)
 def test_one_hot_activations_decode_every_weight(family: Family, turn: int, case: Case) -> None:
-    """As it is defined: in float32, then rounded to the result's dtype."""
+    """Weights equal their definition: in float32, then rounded to the result's dtype."""
     q, weight = case.every_code()
     expected, packed, one_hot = rounded(weight, case.out_dtype), prepack(q), np.eye(case.k)
     for config in configs(family, case, FEW, turn):
@@ -237,7 +238,8 @@ def test_one_hot_activations_decode_every_weight(family: Family, turn: int, case
 
 
 def check_scales(family: Family, turn: int, case: Case, sizes: Iterable[float]) -> None:
-    """Of these sizes, one for all, or another for each neighbouring group and feature: each weight as it is defined."""
+    """Each weight equals its definition, with one scale for all, or with different scales for neighbouring groups and
+    features."""
     sizes = np.asarray(list(sizes))
     q, _ = case.every_code()
     at = np.indices(q.scale.shape).sum(0) % len(sizes)
@@ -253,7 +255,7 @@ def check_scales(family: Family, turn: int, case: Case, sizes: Iterable[float]) 
     for config in configs(family, case, FEW, turn):
         out = product(family, case, config, packed)(x)
         if family is fp8.FAMILY and case.scale_dtype != "float16":
-            # A power of 2 goes to the scale and comes back.
+            # A power of 2 moves into the scale and back.
             out, wanted = out.astype(np.float64), expected.astype(np.float64)
             np.testing.assert_allclose(out, wanted, rtol=2**-8, err_msg=str(config))
         else:
@@ -261,7 +263,7 @@ def check_scales(family: Family, turn: int, case: Case, sizes: Iterable[float]) 
 
 
 def value_of(q: QuantizedArray, case: Case) -> np.ndarray:
-    """Elements less their zero points."""
+    """Elements minus their zero points."""
     if q.zero_point is None:
         return elements(q)
     zero = np.asarray(q.zero_point.astype(jnp.float32), np.float64)
@@ -284,7 +286,7 @@ def test_the_largest_and_the_least_float16_scales(
 
 @pytest.mark.parametrize("case", [case for case in EXTREMES if case.x_dtype != E4M3], ids=str)
 def test_sums_of_extreme_scales(case: Case) -> None:
-    """Of the family that multiplies the sums of groups in float32. Sums of e4m3 products have fewer bits."""
+    """For the family that multiplies sums of groups in float32. Sums of e4m3 products have fewer bits."""
     q, _ = case.every_code()
     sizes = np.asarray((1e-30, 1.0, 1e30), np.float32)[np.indices(q.scale.shape).sum(0) % 3]
     q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * sizes).astype(case.scale_dtype))
@@ -299,7 +301,7 @@ def test_sums_of_extreme_scales(case: Case) -> None:
 
 
 def test_a_scale_of_a_channel_may_be_near_the_largest() -> None:
-    """The factor between a code and its e4m3 value, 512, must not meet the scale alone."""
+    """The factor 512 between a code and its e4m3 value must not multiply the scale alone."""
     case = Case(256, 256, 64, "int4", 256, None, "float32", E4M3)
     q, weight = case.every_code()
     weight *= 1e36 / np.asarray(q.scale, np.float64)
@@ -314,7 +316,7 @@ def test_a_scale_of_a_channel_may_be_near_the_largest() -> None:
 
 @by_case(LONG)
 def test_as_accurate_as_a_float32_product(family: Family, turn: int, case: Case) -> None:
-    """At most twice its error."""
+    """The error is at most twice that of a float32 product."""
     q, weight = case.every_code()
     x = normal(case)
     exact = np.asarray(x.astype(jnp.float32), np.float64) @ weight
@@ -337,7 +339,7 @@ def test_bitwise_the_same_over_100_runs(family: Family, turn: int, case: Case) -
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @by_case(SPOILED)
 def test_infinities_and_nan_reach_what_depends_on_them(family: Family, turn: int, case: Case, value: float) -> None:
-    """In x: its row, where the weight is not zero; then in a scale: its feature only."""
+    """In x they reach their row, where the weight is not zero; in a scale they reach only its feature."""
     q, weight = exact_weight(case, 4)
     x = integers(case, largest(family, case), 5)
     expected = rounded(x @ weight, case.out_dtype)
@@ -351,7 +353,7 @@ def test_infinities_and_nan_reach_what_depends_on_them(family: Family, turn: int
         out = call(spoiled_x)
         np.testing.assert_array_equal(out[rows], expected[rows], err_msg=str(config))
         assert not np.isfinite(out[row].astype(np.float32)[weight[case.k // 2] != 0]).any(), config
-        # The same buffers of shared memory, now without it.
+        # The same buffers of shared memory, now without NaN.
         np.testing.assert_array_equal(call(x), expected, err_msg=str(config))
         out = product(family, case, config, spoiled)(x)
         np.testing.assert_array_equal(out[:, features], expected[:, features], err_msg=str(config))
@@ -360,7 +362,7 @@ def test_infinities_and_nan_reach_what_depends_on_them(family: Family, turn: int
 
 @by_case(NAN_WEIGHTS)
 def test_nan_in_the_weight_reaches_its_feature(family: Family, turn: int, case: Case) -> None:
-    """A zero point that is NaN, else a code of e4m3 that is: its feature only, and that for every row."""
+    """A NaN zero point, or an e4m3 code that is NaN, reaches every row of its feature and nothing else."""
     q, weight = exact_weight(case, 4)
     x = integers(case, largest(family, case), 5)
     expected = rounded(x @ weight, case.out_dtype)

@@ -1,4 +1,4 @@
-"""Plans of quantized products, one by one, and the order and the arithmetic of what they load. No GPU."""
+"""Single plans of quantized products, and the order and arithmetic of the weights that they load. No GPU."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def test_plan_of_tiles() -> None:
 
 
 def test_plan_with_everything() -> None:
-    """x in rows that TMA cannot load, zero points, and tiles that are cut."""
+    """x has rows that TMA cannot load, there are zero points, and tiles are cut."""
     p = valid_problem(70, 333, 200, qtype="uint4", group_size=333, zero_dtype="float32", scale_dtype="float32")
     config = tiled.Config(128, 32, 2, 4, 1)
     assert tiled.FAMILY.refusal(p, config) is None
@@ -100,13 +100,13 @@ def test_a_streams_x_comes_by_tma_where_its_rows_are_whole_16_bytes(k: int, x_dt
 
 @pytest.mark.parametrize("qtype", E4M3_FORMATS)
 def test_two_lanes_words_hold_a_lanes_fragment(qtype: str) -> None:
-    """`Words` of the device code: which bytes of which words are row g (+ 8), k 4t to 4t + 3 of each 16."""
+    """`Words` of the device code: the bytes of the words that are row g (+ 8), k 4t to 4t + 3 of each 16."""
     q, _ = formats.every_code(qtype, 128, 64, 64)
     values = np.asarray(q.qvalue.astype(jnp.float32), np.float64)
     memory = np.asarray(prepack(q).words)[0].reshape(-1).view(np.uint8)
     eight = qtype == E4M3
     tile_bytes, table = 64 * 64 // (1 if eight else 2), formats.table(qtype)
-    codes = np.roll(table, 8) if qtype == "int4" else table  # int4's are q + 8
+    codes = np.roll(table, 8) if qtype == "int4" else table  # the codes of int4 are q + 8
     for warp, lane, step in itertools.product(range(4), range(32), range(4)):
         g, t = divmod(lane, 4)
         start = warp * (tile_bytes // 4) + (4 * g + t % 2 * 2) * 16 + step // 2 * tile_bytes + eight * step % 2 * 512
@@ -125,7 +125,8 @@ FOLDED = {"int4": (8, 0xBE00, ((0, 0x7F00), (4, 0x7D00))), "int8": (128, 0xC000,
 
 @pytest.mark.parametrize("qtype", FOLDED)
 def test_scales_that_are_folded_into_the_decoding_round_once(qtype: str) -> None:
-    """Every code times every scale from 2^-123 to below 2: `fold` and `dequantize_scaled` of the device code."""
+    """Every code times every scale from 2^-123 to below 2, as `fold` and `dequantize_scaled` of the device code compute
+    it."""
     bias, minus_bits, fields = FOLDED[qtype]
 
     def value(bits: int) -> float:

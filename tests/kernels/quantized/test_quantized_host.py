@@ -26,9 +26,8 @@ FOUR_CORES = Target("cpu", "cpu", "", 4)
 
 
 def run(problem: QuantizedMatmulProblem, config: Config, *operands: Any, **changes: Any) -> np.ndarray:
-    """The custom call with its result and workspace full of NaN beforehand: donated arguments become its results.
-
-    Around it what `execute.call` does: operands and result are converted."""
+    """Runs the custom call with result and workspace full of NaN beforehand: donated arguments become its results.
+    Converts operands and result as `execute.call` does."""
     plan = FAMILY.plan(problem, config).custom_call()
     out = changes.pop("out", jax.ShapeDtypeStruct(problem.out_shape, jnp.float32))
     operands = tuple(
@@ -116,7 +115,7 @@ def test_every_activation_is_read_as_it_is(x_dtype: str) -> None:
     x = np.arange(2 ** (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(-1, 1)
     case = Case(x.size, 1, 1, "int8", 1, None, "float32", x_dtype, "float32")
     q = QuantizedArray(jnp.ones((1, 1), jnp.int8), jnp.ones((1, 1)))
-    # XLA runs with subnormal floats flushed to zero; those of bfloat16 are such.
+    # XLA flushes subnormal floats to zero, also those of bfloat16.
     expected = np.where(np.abs(x.astype(np.float32)) < 2.0**-126, 0, x.astype(np.float32))
     np.testing.assert_array_equal(product(case, Config(1, 1024), q, x), expected)
 
@@ -253,8 +252,8 @@ def test_estimates_order_what_was_measured() -> None:
         problem = QuantizedMatmulProblem(rows, 4096, features, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
         return FAMILY.estimate(problem, config, FOUR_CORES)
 
-    assert estimate(256, Config(1, 264)) < estimate(256, Config(1, 24))  # decoded once, not eleven times
-    assert estimate(8, Config(4, 24), features=64) < estimate(8, Config(1, 24), features=64)  # else three idle
+    assert estimate(256, Config(1, 264)) < estimate(256, Config(1, 24))  # the weight is decoded once, not eleven times
+    assert estimate(8, Config(4, 24), features=64) < estimate(8, Config(1, 24), features=64)  # else three threads idle
     assert estimate(8, Config(1, 24)) < estimate(8, Config(64, 24))
 
 

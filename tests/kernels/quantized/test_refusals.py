@@ -1,4 +1,4 @@
-"""What each family of quantized products on Hopper refuses, and why: the last value that it takes, and the next."""
+"""The refusals of each family of quantized products on Hopper: the last value that it serves, and the next."""
 
 import dataclasses
 from typing import Any
@@ -123,7 +123,7 @@ CUT = {"whole_tiles": 0}
 
 
 def shared(given: Fields, blocks: int, wide: Fields, tile: str, accepted: str) -> list[tuple[Fields, Fields, str]]:
-    """Of two k_warpgroups. `blocks`: as many as tiles; `wide`: beyond the widest, which makes `tile`."""
+    """Cases with two k_warpgroups. `blocks` equals the number of tiles; `wide` makes a `tile` that is too wide."""
     return [
         (given, {**given, "k_warpgroups": 3}, "k_warpgroups 3; accepted: 1, 2"),
         (given, {**given, "splits": 1, "blocks": blocks}, "k_warpgroups 2 without splits; accepted: 1"),
@@ -134,7 +134,7 @@ def shared(given: Fields, blocks: int, wide: Fields, tile: str, accepted: str) -
     ]  # fmt: skip
 
 
-# A config, the problem's changes, those of the config that are legal and that are not, and why.
+# A config, changes of the problem, legal changes of the config, illegal ones, and the reason.
 CONFIGS: list[tuple[Family, Any, Fields, Fields, Fields, str]] = [
     *((stream.FAMILY, STREAM, *edge) for edge in (
         ({}, {}, {"tile_n": 12}, "tile_n 12; accepted: 8, 16, 32, 64"),
@@ -268,5 +268,5 @@ ONE_GROUP, ZERO = {"group_size": 1024}, {"qtype": "int8", "zero_dtype": "float32
     ({**ONE_GROUP, **ZERO, "out_dtype": "float32"}, "sum"),
 ])  # fmt: skip
 def test_where_scales_go(changes: Fields, scaling: str) -> None:
-    """Into the weight, or over long chains of sums, only where rounding the result hides the error."""
+    """Scales go into the weight, or over long chains of sums, only if rounding the result hides the error."""
     assert tiled.scaling(product(tiled.FAMILY, **changes)) == scaling

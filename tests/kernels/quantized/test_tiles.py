@@ -1,4 +1,4 @@
-"""How the families whose thread blocks compute tiles cut their work: quantized_fp8 and quantized_tiled. No GPU."""
+"""How quantized_fp8 and quantized_tiled, whose thread blocks compute tiles, divide their work."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def schedules(family: Any, p: QuantizedMatmulProblem) -> list[Any]:
 
 
 def pieces(g: dict[str, int], splits: int, worker: int, workers: int) -> list[Piece]:
-    """What a cluster, or a thread block, computes: `piece_of` of the device code."""
+    """The pieces of work of a cluster or a thread block, as `piece_of` of the device code computes them."""
     length, k_blocks = g["range_blocks"], g["k_blocks"]
     if splits > 1:
         tile, split = divmod(worker, splits)
@@ -67,7 +67,7 @@ def pieces(g: dict[str, int], splits: int, worker: int, workers: int) -> list[Pi
     ids=str,
 )
 def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedMatmulProblem) -> None:
-    """And the second kernel adds what was cut."""
+    """And the second kernel adds the parts of cut tiles."""
     assert schedules(family, p)
     for config in schedules(family, p):
         given, made = tiles.schedule(p, config), family.plan(p, config)
@@ -93,7 +93,7 @@ def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedM
         assert all((slot + 1) * slot_bytes <= family.workspace_bytes(p, config) for slot in flat)
         if not slots:
             continue
-        # What the second kernel adds, in the order of the ranges.
+        # The parts that the second kernel adds, in the order of the ranges.
         before, length = config.whole_tiles * given.workers, g["range_blocks"]
         assert launches[reduce].grid[0] // (given.tiles - before) * tiles.CHUNK_BYTES == slot_bytes
         for tile in range(given.tiles - before):
@@ -104,7 +104,7 @@ def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedM
 
 
 def test_the_sums_of_a_cluster_land_behind_the_last_stage() -> None:
-    """After each block's last k block: where the device code takes them to land."""
+    """The sums arrive behind each block's last k block, where the device code expects them."""
     for k_blocks, splits, stages in itertools.product(range(1, 40), range(2, 9), (2, 3, 7)):
         given = Schedule(3, k_blocks, 3 * splits, 0)
         if given.refusal(splits, 1, 1) is None:
@@ -129,7 +129,7 @@ def test_what_a_cluster_sends_to_a_block_fits_into_the_stages() -> None:
 
 @pytest.mark.parametrize("k_warpgroups", [1, 2])
 def test_the_fewest_stages_do_not_stop(k_warpgroups: int) -> None:
-    """A warpgroup waits for its next block before it gives back the stage of the one it has, as `consume` does."""
+    """As in `consume`, a warpgroup waits for its next block before it gives back the stage of its current one."""
     blocks = 20
 
     def finished(stages: int) -> bool:

@@ -1,4 +1,4 @@
-"""The last values that families of weight gradients take, and the first ones that they do not."""
+"""The last values that families of weight gradients serve, and the first ones that they refuse."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A config's limit: `problem(last)` is legal, one more is not, for that reason."""
+    """`problem(last)` is legal; one more is refused, for `reason`."""
 
     family: Family
     config: Any
@@ -39,7 +39,7 @@ TILED = {
         31,
         "66 rows; accepted: at most 64",
     ),
-    # Filter columns that one thread block reads from one box, and those that are others'.
+    # Filter columns that one thread block reads from one box, and columns of other blocks.
     "tf32_columns": Edge(
         tf32.FAMILY,
         tf32.Config(1, 3, 1, 32, 1, 1, 16, 2, 2),

@@ -1,4 +1,4 @@
-"""What each family of weight gradients on Hopper would try, and what it expects of that. No GPU."""
+"""The candidates of each family of weight gradients on Hopper, and their estimates."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ OTHERS = (
     conv((30000,), (2,), (64, 8), padding=1, rhs_dilation=9999, dtype="float32"),
     conv((330, 330), (12, 12), (8, 8), padding=6),
     conv((2, 2), (2, 2), (40, 40), batch=64),
-    # Seen by tf32 as one tall image, whose sums must still be cut into short chains.
+    # The tf32 family sees these as one tall image, whose sums must still be cut into short chains.
     *(conv((224, 224), (1, 1), batch=batch, dtype="float32") for batch in (400, 512)),
     *(conv((16, 400), (3, 3), batch=1, padding=1, stride=(1, n), dtype="float32") for n in (9, 20, 33, 71)),
     *SEQUENCES,
@@ -41,7 +41,7 @@ split_families = pytest.mark.parametrize(
 
 
 def served(family: Family, thinned: int = 1) -> list[ConvWgradProblem]:
-    """Of the suite, small and odd ones, with results of 16 bits and float32."""
+    """Problems that a family serves: of the suite, small and odd ones, with 16-bit and float32 results."""
     every = (*cases.WGRAD_CASES, *cases.SMALL_CASES, *NETWORKS, *DEPTHWISE, *GROUPED.values())
     every = (*every, *(dataclasses.replace(case, dtype="float32") for case in every[::2]))
     found = [case.problem(out_dtype) for case in every for out_dtype in ("bfloat16", "float32")]
@@ -50,7 +50,7 @@ def served(family: Family, thinned: int = 1) -> list[ConvWgradProblem]:
 
 
 def suite(family: Family, tag: str = "") -> list[Case]:
-    """The benchmark's cases that are this family's."""
+    """The benchmark's cases that this family serves."""
     found = [case for case in cases.WGRAD_CASES if family.refusal(case.problem()) is None]
     return [case for case in found if not tag or tag in case.tags]
 
@@ -61,13 +61,13 @@ def best_seconds(family: Family, p: ConvWgradProblem, target: Target = DEFAULT_C
 
 @by_family
 def test_candidates_are_legal_unique_and_few(family: Family) -> None:
-    # The gathering family's take a tenth of a second for each problem.
+    # Candidates of the gathering family take a tenth of a second for each problem.
     for p in served(family, thinned=8 if family is gather.FAMILY else 2):
         configs = family.candidates(p, DEFAULT_CUDA)
         assert 1 <= len(set(configs)) == len(configs) <= 60, p
         for config in configs:
             assert family.refusal(p, config, DEFAULT_CUDA) is None, (p, config)
-            # No faster than the memory or the tensor cores could be, and no day.
+            # Not faster than memory and tensor cores allow, and not absurdly long.
             least = max(p.bytes_moved / 4.8e12, p.flops / 990e12 if p.feature_group_count == 1 else 0)
             assert least < family.estimate(p, config, DEFAULT_CUDA) < 1, (p, config)
         near = family.neighbours(p, configs[0], DEFAULT_CUDA)
@@ -85,7 +85,7 @@ def test_sums_of_float32_results_are_cut(family: SplitFamily) -> None:
             assert family.least_splits(dataclasses.replace(p, out_dtype="bfloat16"), config) == 1
 
 
-# What the tensor cores add up in one register, one after the other, in a split of the least.
+# Longest sum of the tensor cores in one register, with the fewest legal splits.
 CHAINS: list[tuple[SplitFamily, ConvWgradProblem, object, Callable[[int], int], int]] = [
     (
         grouped.FAMILY, conv((56, 56), (3, 3), (128, 128), groups=32, batch=4096, padding=1),
@@ -119,7 +119,7 @@ def test_the_least_splits_are_just_enough(
 
 
 def test_long_float32_sums_of_im2col_leave_the_tensor_cores() -> None:
-    """Which truncate them; where a thread can hold its sums twice."""
+    """The tensor cores truncate them. Only tiles whose sums a thread can hold twice can do so."""
     p = conv((56, 56), (3, 3), (128, 128), batch=256, padding=1)
     narrow, wide = im2col.Config(128, 128, 7, False, 6), im2col.Config(128, 192, 5, False, 132)
 
@@ -173,7 +173,7 @@ def test_more_work_never_takes_less_time(family: Family) -> None:
 def test_a_smaller_gpu_is_never_faster() -> None:
     half = dataclasses.replace(DEFAULT_CUDA, cores=66)
     for case in suite(im2col.FAMILY)[:12]:
-        # Within the model's grain: memory is as fast, and fewer splits write fewer partial sums.
+        # Within the model's precision: memory takes as long, and fewer splits write fewer partial sums.
         p = case.problem()
         assert best_seconds(im2col.FAMILY, p, half) >= 0.98 * best_seconds(im2col.FAMILY, p)
 

@@ -1,4 +1,4 @@
-"""How the depthwise family cuts its work, its planes and its sums. No GPU."""
+"""How the depthwise family divides its work, its planes and its sums."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ def problem(size: tuple[int, int], kernel: tuple[int, int], **changes: Any) -> C
 
 
 def taps_of_blocks(axis: Axis) -> list[list[int]]:
-    """As the device code enumerates them: `Work::first`, `Work::r`."""
+    """The taps of each block, enumerated like the device code:"""
     found = []
     for block in range(axis.tap_blocks):
         first = block // axis.blocks + block % axis.blocks * axis.size * axis.step
@@ -48,12 +48,13 @@ def test_every_tap_is_in_one_block_and_a_block_fits_an_operand() -> None:
             assert axis.reach <= reach
             for block in blocks:
                 for a, b in itertools.pairwise(block):
-                    # What the stride leaves of the rows between two taps of a block.
+                    # The stride skips some of the rows between two taps of a block.
                     assert (b - a) * axis.dilation == axis.shift * axis.stride, p
 
 
 def test_no_tap_reaches_from_one_image_into_the_next() -> None:
-    """Rows of the tall image: what a block of taps reads under a row of dY is its image's, or zeros in every image."""
+    """In the tall image, the rows that a block of taps reads under a row of dY belong to the same image, or are
+    zeros."""
     with seeded(1) as rng:
         for _ in range(300):
             kernel, stride, dilation = (int(v) for v in rng.integers(1, (12, 9, 5)))
@@ -184,8 +185,8 @@ def test_float32_results_are_summed_in_short_chains() -> None:
 
 
 def test_planes_have_no_bank_conflicts() -> None:
-    """Of an operand: a matrix's eight rows of 16 bytes; 16-byte loads by lane (row, segment), in
-    quarters of a warp."""
+    """Checks each operand: eight rows of 16 bytes of a matrix, and 16-byte loads by lane (row, segment) in quarters of
+    a warp."""
     lane = np.arange(32)
     for p in PROBLEMS:
         for channels, segments in itertools.product(depthwise.CHANNELS, (1, 2, 4)):

@@ -35,7 +35,7 @@ CASES = [
     (problem((37,), (4,), 5, batch=3, padding=((3, 0),), **HALF), Config(7, 1, 8, 4, 1)),
     (problem((12, 11), (5, 3), 3, multiplier=3, stride=(2, 3), padding=((4, 1), (3, 2)), rhs_dilation=(3, 2)),
      Config(2, 1, 4, 8, 1)),
-    # Strips that are moved back, with columns of x that only others may multiply.
+    # Strips that are moved back, with columns of x that only other strips may multiply.
     (problem((9, 11), (3, 3), 66, batch=1, dtype="float16", out_dtype="bfloat16"), Config(4, 4, 32, 4, 2)),
     (problem((7, 8, 9), (3, 2, 3), 2, padding=((0, 2), (1, 1), (2, 0)), stride=(3, 2, 1), out_dtype="float16"),
      Config(3, 1, 2, 4, 1)),

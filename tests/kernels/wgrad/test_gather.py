@@ -44,7 +44,7 @@ SMALL = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1))  # products of parts (of X, of 
 
 
 def bf16_parts(x: np.ndarray) -> list[np.ndarray]:
-    """Three that hold float32 numbers exactly, as float64."""
+    """Three bf16 parts that together hold float32 numbers exactly, as float64."""
     parts = []
     for _ in range(3):
         part = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -54,7 +54,8 @@ def bf16_parts(x: np.ndarray) -> list[np.ndarray]:
 
 
 def truncated_sum(sums: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """A WGMMA's: it cuts off what lies below 26 bits of the largest of them all, and the result to 24.
+    """The sum of a WGMMA: it drops bits below the 26 leading bits of the largest term, and rounds the result to 24
+    bits.
 
     Errors measured on an H200 follow from it: see `test_chains_keep_float32s_accuracy`.
     """
@@ -66,8 +67,8 @@ def truncated_sum(sums: np.ndarray, products: np.ndarray) -> np.ndarray:
 
 
 def chain_error(order: list[tuple[int, int, int]], splits: int, chains: int) -> float:
-    """Relative error of inner products in `splits` parts of so many chains, whose products are `order`: (step of 16
-    pixels, part of X, part of dY)."""
+    """Relative error of inner products in `splits` parts with `chains` chains each. `order` lists the products: (step
+    of 16 pixels, part of X, part of dY)."""
     width, steps = 512, 1 + max(step for step, _, _ in order)
     with seeded(35) as rng:
         x, dy = (rng.standard_normal((splits, chains, steps, 16, width)).astype(np.float32) for _ in range(2))
@@ -86,14 +87,13 @@ def chain_error(order: list[tuple[int, int, int]], splits: int, chains: int) -> 
 
 
 def order_of(steps: int) -> list[tuple[int, int, int]]:
-    """The device code's, of a chain."""
+    """The device code's order of products in a chain."""
     return [(step, *parts) for step in range(steps) for parts in SMALL] + [(step, 0, 0) for step in range(steps)]
 
 
 @pytest.mark.parametrize("steps", CHAINS)
 def test_chains_keep_float32s_accuracy(steps: int) -> None:
-    """Of 25088 pixels in 44 splits, on which XLA's float32 has an error of 2.3e-7 on an H200. hh first, and the others
-    onto its large sums, in chains of two steps, gave 5.70e-7 there."""
+    """For 25088 pixels in 44 splits, where XLA's float32 has an error of 2.3e-7 on an H200."""
     before = [(step, *parts) for step in range(2) for parts in ((0, 0), *reversed(SMALL))]
     assert 5e-7 < chain_error(before, 44, 18) < 6.5e-7
     assert chain_error(order_of(steps), 44, 36 // steps) < 2.5e-7
@@ -126,8 +126,8 @@ def test_sums_of_the_longest_split_keep_float32s_accuracy() -> None:
     ("dtype", "precision"), [("bfloat16", "default"), ("float32", "default"), ("float32", "highest")]
 )
 def test_no_legal_variant_is_skipped(dtype: str, precision: str) -> None:
-    """`variants` does not try what no number of stages makes fit: of each kind it has the most stages that are legal,
-    unless there is none."""
+    """`variants` leaves out only configs that no number of stages makes fit. Each kind has its largest legal number of
+    stages."""
     problem = conv((12, 20), (3, 3), (36, 80), batch=4, dtype=dtype, precision=precision)
     v, found = gather.volume(problem), set(FAMILY.variants(problem, DEFAULT_CUDA))
     kinds = itertools.product(gather._pixel_tiles(v), gather._columns(v), gather.slices(v), range(1, 5), range(1, 5))

@@ -19,7 +19,7 @@ MOST_FLOPS = 4e6  # of random problems
 
 
 def of_tf32() -> list[Run]:
-    """A row shorter, equal to and longer than a tile, one to eight images of a tile, strides, ragged ends."""
+    """Rows shorter than, equal to and longer than a tile, one to eight images in a tile, strides, ragged ends."""
     make = lambda size, channels, kernel=(3, 3), **changes: conv(  # noqa: E731
         size, kernel, channels, dtype="float32", **{"padding": None, **changes}
     )

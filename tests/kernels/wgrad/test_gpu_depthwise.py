@@ -1,4 +1,4 @@
-"""What only depthwise weight gradients on a GPU must hold to: shared memory beside a row is never read as zeros."""
+"""Special properties of depthwise weight gradients on a GPU: shared memory beside a row is never read as zeros."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 
 def leaves_out_zeros(p: ConvWgradProblem) -> bool:
-    """Whether zeros beside a row are not in shared memory, where it is one segment."""
+    """Whether the zeros beside a row of one segment are not stored in shared memory."""
     t = depthwise.tiling(p, Config(8, 1, 1, 1))
     return t.x_columns < t.used + depthwise.axes(p).width.reach
 
@@ -56,7 +56,7 @@ def device_code() -> set[compiler.Source]:
 
 @functools.cache
 def fill_with_nan() -> list[Callable[[], jax.Array]]:
-    """Functions that leave NaN nearly everywhere in shared memory, each with other gaps."""
+    """Functions that leave NaN nearly everywhere in shared memory, each with different gaps."""
     found = []
     for p, configs in map(filling, depthwise.SEGMENTS):
         operands = [jnp.full(shape, jnp.nan, p.dtype) for shape in (p.lhs_shape, p.g_shape)]

@@ -1,5 +1,5 @@
-"""The last values that families of weight gradients take, run on a GPU, and the first ones that they do not: other
-families or XLA serve those."""
+"""The last values that families of weight gradients serve, run on a GPU, and the first ones that they refuse and other
+families or XLA serve."""
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ def device_code() -> set[compiler.Source]:
 
 
 def exact(p: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """By the definition, one filter tap at a time: windows may reach far beyond the input."""
+    """The exact weight gradient by its definition, one filter tap at a time: windows may reach far beyond the input."""
     found = np.zeros(p.out_shape)
     groups = p.feature_group_count
     for tap in np.ndindex(*p.kernel_spatial):
@@ -73,7 +73,7 @@ def operands(p: ConvWgradProblem) -> tuple[jax.Array, jax.Array, np.ndarray]:
 
 
 def check_others_serve(p: ConvWgradProblem) -> None:
-    """By jax_splitk.conv_wgrad, jitted."""
+    """jax_splitk.conv_wgrad under jit is exact on problems that a family refuses."""
     lhs, g, expected = operands(p)
     letters = "DHW"[-p.rank :]
     numbers = lax.conv_dimension_numbers(p.lhs_shape, p.out_shape, (f"N{letters}C", f"{letters}IO", f"N{letters}C"))

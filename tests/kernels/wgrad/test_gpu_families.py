@@ -1,5 +1,5 @@
-"""What every family of weight gradients on Hopper holds to, on a GPU: exactness, XLA's accuracy, the same bits every
-time, and what is not finite only where it belongs."""
+"""Properties of every family of weight gradients on Hopper, on a GPU: exactness, XLA's accuracy, repeatability, and NaN
+only where it belongs."""
 
 import dataclasses
 import itertools
@@ -30,9 +30,9 @@ class Tried:
     """A family's problems.
 
     Attributes:
-      suite: large ones, tried with the best config; also for accuracy, unless `accurate` gives others.
-      small: odd ones, each with one combination of `dtypes` and results, or two where they are few.
-      tiles: configs whose device code differs that a small problem is tried with.
+      suite: large problems, tried with the best config; also for accuracy, unless `accurate` gives others.
+      small: odd problems, each with one combination of `dtypes` and results, or two if there are few problems.
+      tiles: how many configs with different device code a small problem is tried with.
     """
 
     family: Family
@@ -44,7 +44,7 @@ class Tried:
 
     @property
     def odd(self) -> Iterator[ConvWgradProblem]:
-        """The small problems with dtypes and results in turns."""
+        """The small problems, with dtypes and results in turns."""
         types = list(itertools.product(self.dtypes, OUT_DTYPES))
         turns = (0, 1 + len(types) // 2)[: 1 if len(self.small) > 40 else 2]
         for (index, p), turn in itertools.product(enumerate(self.small), turns):
@@ -56,7 +56,7 @@ class Tried:
 
 
 def problems(found: Iterable[Case]) -> list[ConvWgradProblem]:
-    """With results of the inputs' dtype, and of float32."""
+    """The problems with results of the inputs' dtype, and with float32 results."""
     return list(dict.fromkeys(case.problem(out_dtype) for case in found for out_dtype in (None, "float32")))
 
 
@@ -214,7 +214,7 @@ def test_odd_shapes_are_exact(tried: Tried, p: ConvWgradProblem) -> None:
 
 @pytest.mark.parametrize(("tried", "p"), each(ACCURATE))
 def test_as_accurate_as_xla_and_the_same_every_time(tried: Tried, p: ConvWgradProblem) -> None:
-    """In tf32 also where all products have one sign, so that a rounding of one sign would show."""
+    """For tf32 also with products of one sign, where one-sided rounding would show."""
     for draw in (jax.random.normal, jax.random.uniform)[: 2 if tried.family is tf32.FAMILY else 1]:
         configs = on_gpu.best_configs(tried.family, p, 1)
         on_gpu.check_accuracy_and_repeats(tried.family, p, configs, *on_gpu.normals(p, draw=draw))
@@ -227,7 +227,7 @@ def test_what_is_not_finite_reaches_only_what_depends_on_it(tried: Tried, p: Con
 
 @pytest.mark.parametrize("family", [tf32.FAMILY, gather.FAMILY], ids=lambda family: family.name)
 def test_the_largest_floats_stay_finite(family: Family) -> None:
-    """Rounded to nearest they would be infinite in tf32 and in bfloat16, of which gather's parts are."""
+    """Rounded to nearest they would become infinite in tf32, and in bfloat16, which gather's parts have."""
     p = conv((4, 8), (1, 1), (8, 8), batch=1, dtype="float32")
     largest = np.finfo(np.float32).max
     lhs, g = np.zeros(p.lhs_shape, np.float32), np.zeros(p.g_shape, np.float32)

@@ -1,4 +1,4 @@
-"""What only grouped weight gradients on a GPU must hold to: every tiling of one problem, with every dtype."""
+"""Special properties of grouped weight gradients on a GPU: every tiling of one problem, with every dtype."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What only the implicit GEMM of TMA's im2col mode must hold to on a GPU: every variant, and every way to split."""
+"""Special properties of the implicit GEMM in TMA's im2col mode on a GPU: every variant, and every way to split."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from tests.problems import conv
 pytestmark = pytest.mark.gpu
 
 SMALL = {case.name: case for case in cases.SMALL_CASES}
-# Results of 16 bits leave the registers by a way of their own.
+# Results of 16 bits leave the registers by other code.
 SHAPES = [
     *(SMALL[name].problem("float32") for name in ("c136k200", "c72")),
     conv((56, 56), (3, 3), batch=8, padding=1),
@@ -63,7 +63,7 @@ def turns(p: ConvWgradProblem) -> list[Config]:
 
 
 def splits(p: ConvWgradProblem, variant: Config) -> Iterator[Config]:
-    """With one, few and many splits, and with whole tiles before those that are split."""
+    """The config with one, few and many splits, and with whole tiles before the split tiles."""
     few = FAMILY.with_splits(p, variant, 3)
     tails = (dataclasses.replace(few, whole_tiles=whole) for whole in (1, 7))
     for config in dict.fromkeys((variant, few, FAMILY.with_splits(p, variant, 16), *tails)):
@@ -117,7 +117,7 @@ def test_gives_bitwise_the_same(config: Config) -> None:
 
 
 def test_long_float32_sums_are_as_accurate_as_xlas() -> None:
-    """Of numbers of one sign: what the tensor cores truncate has one sign as well."""
+    """On numbers of one sign, so that all truncation of the tensor cores has one sign as well."""
     assert all(im2col.chained_stages(LONG, config) for config in LONG_CONFIGS)
     positive = (jnp.abs(x) for x in normals(LONG, seed=4))
     on_gpu.check_accuracy_and_repeats(FAMILY, LONG, LONG_CONFIGS, *positive, times=10)

@@ -1,4 +1,4 @@
-"""What the grouped family's plans say. No GPU."""
+"""The plans of the grouped family."""
 
 import dataclasses
 import math

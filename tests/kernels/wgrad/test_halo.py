@@ -1,4 +1,4 @@
-"""How the halo family cuts its work. No GPU."""
+"""How the halo family divides its work."""
 
 import itertools
 import math

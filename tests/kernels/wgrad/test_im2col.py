@@ -1,4 +1,4 @@
-"""How the implicit GEMM of TMA's im2col mode sees a problem and cuts its work. No GPU."""
+"""How the implicit GEMM in TMA's im2col mode sees a problem, and divides its work."""
 
 import dataclasses
 import math
@@ -74,12 +74,12 @@ def test_whole_splits_leaves_no_split_empty() -> None:
         for blocks, wanted in rng.integers(1, (400, 400), (1000, 2)).tolist():
             splits = whole_splits(blocks, wanted)
             assert 1 <= splits <= min(wanted, blocks)
-            # As the kernels cut them: split s has blocks [s, s + 1) * per_split.
+            # As in the kernels, split s has blocks [s, s + 1) * per_split.
             per_split = math.ceil(blocks / splits)
             sizes = [min(blocks, (s + 1) * per_split) - s * per_split for s in range(splits)]
             assert min(sizes) >= 1
             assert sum(sizes) == blocks
-            # The nearest: nothing between it and what was wanted is legal.
+            # The nearest legal number: no number between it and the wanted one is legal.
             for other in range(splits + 1, min(wanted, blocks) + 1):
                 assert (other - 1) * math.ceil(blocks / other) >= blocks, (splits, other, blocks)
 
@@ -154,7 +154,7 @@ def split_blocks(p: ConvWgradProblem, config: Config, split: int) -> tuple[int, 
 
 @pytest.mark.parametrize("taps", [1, 2])
 def test_splits_share_the_blocks_of_pixels(taps: int) -> None:
-    """Each block is one split's, of a matrix product (splits take turns) and of others."""
+    """Each block belongs to exactly one split, in a matrix product (where splits take turns) and in other problems."""
     with seeded(8) as rng:
         for _ in range(50):
             p = conv((int(rng.integers(100, 5_000)),), (taps,), batch=1)
@@ -179,7 +179,7 @@ def test_blocks_of_splits_that_take_turns_start_within_32_bits() -> None:
 
 
 def test_what_one_tile_reads_need_not_stay_in_the_cache() -> None:
-    """As (X, dY): X's tiles are those of other filter rows and channels, so that one tile of dY reads X once."""
+    """Tiles of X have different filter rows and channels, so one tile of dY reads X only once."""
     wide, tall, image = matrix(64 * 100, 64, 256), matrix(64 * 100, 256, 64), conv((64,), (3,), batch=100)
     for p, config, expected in (
         (wide, Config(64, 64, 8, True, 33), (0, 1)),

@@ -1,4 +1,4 @@
-"""What each family of weight gradients on Hopper refuses, and why: the last value that it takes, and the next."""
+"""The refusals of each family of weight gradients on Hopper: the last value that it serves, and the next."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ BASES: dict[Family, Fields] = {
     depthwise_any.FAMILY: {"size": (9, 10), "kernel": (3, 3), "channels": (4, 4), "groups": 4},
     patch.WGRAD: {"size": (12, 12), "kernel": (3, 3), "channels": (8, 64), "stride": 3, "padding": 0},
 }
-# Any config of the family: what is refused of the problem is said with it, too.
+# Any config of the family: refusals of the problem come before those of the config.
 CONFIGS: dict[Family, Any] = {
     depthwise.FAMILY: depthwise.Config(8, 1, 1, 1),
     grouped.FAMILY: grouped.Config(32, 32, 1, 4, 8, 1, 2, 1),
@@ -155,7 +155,7 @@ def row(pixels: int, channels: tuple[int, int] = (8, 8), **fields: Any) -> Field
     return {"size": (pixels,), "kernel": (1,), "channels": channels, "batch": 1, **fields}
 
 
-# A family's last legal value, the next, and why that is refused.
+# A family's last legal value, the next value, and the reason of its refusal.
 EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
     depthwise.FAMILY: [
         ({"channels": (16, 48)}, {"groups": 8}, "feature_group_count 8, batch_group_count 1; accepted: 16 (the input"),
@@ -288,7 +288,7 @@ def test_limit_is_where_it_is_said_to_be(family: Family, last: Fields, beyond: F
 
 # ---- limits of configs ---------------------------------------------------------------------------------------------
 
-# A family's problem, a config that is legal, changes that are not and why, and changes that are.
+# A family's problem, a legal config, illegal changes with their reasons, and legal changes.
 LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]] = [
     (
         depthwise.FAMILY, {}, depthwise.Config(16, 1, 2, 2),  # 12 rows of one group of images: 2 blocks
@@ -371,7 +371,7 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
         [],
     ),
     (
-        # Beside the most of dynamic shared memory there is little more than a KiB for barriers.
+        # Beside the largest dynamic shared memory, little more than a KiB is left for barriers.
         tf32.FAMILY, {"size": (162, 24), "channels": (32, 32), "rhs_dilation": (54, 1), "padding": ((0, 0), (1, 1))},
         tf32.Config(1, 2, 1, 32, 1, 6, 24, 2, 1),
         [({"taps_h": 2, "stages": 6},
@@ -489,6 +489,6 @@ def test_the_next_extents_are_refused(name: str) -> None:
     edge = TILED[name]
     p, beyond = edge.problem(edge.last), edge.problem(edge.last + 1)
     assert edge.family.refusal(p, edge.config, DEFAULT_CUDA) is None
-    # Where no config serves the next, that is what is said; else it is this one.
+    # If no config serves the next value, the refusal says so; else it names this reason.
     reasons = (edge.family.problem_refusal(beyond), edge.family.config_refusal(beyond, edge.config))
     assert any(edge.reason in str(reason) for reason in reasons)

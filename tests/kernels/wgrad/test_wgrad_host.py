@@ -37,7 +37,7 @@ def make_problem(
 
 
 def random_problem(rng: np.random.Generator, seed: int) -> ConvWgradProblem:
-    """A problem of any rank, grouping and geometry; small integers as inputs keep its sums exact."""
+    """A problem of any rank, grouping and geometry, with small integers as inputs, so that its sums are exact."""
     rank = int(rng.integers(1, 4))
     groups, group_in, group_out = (int(rng.choice(v)) for v in ([1, 1, 2, 5, 70], [1, 1, 3, 8], [1, 2, 4, 9]))
     if groups == 1:
@@ -148,12 +148,12 @@ def assert_same_floats(got: Any, expected: np.ndarray) -> None:
 
 
 def test_special_values_and_rounding() -> None:
-    """Every 16-bit pattern through a product with one: read, carried and rounded as ml_dtypes does."""
+    """Each 16-bit pattern times one is read, carried and rounded as ml_dtypes does."""
     patterns = np.arange(2**16, dtype=np.uint16)
     problem = make_problem((1,), (1,), (2**16, 1), batch=1)
     for dtype in ("float16", "bfloat16"):
         lhs = patterns.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16).reshape(1, 1, -1)
-        # XLA runs with subnormal floats flushed to zero; bfloat16's subnormals are such, half's are not.
+        # XLA flushes subnormal float32 numbers to zero, so also bfloat16's subnormals, but not float16's.
         if dtype == "bfloat16":
             lhs = np.where(np.abs(lhs.astype(np.float32)) < 2.0**-126, 0, lhs).astype(lhs.dtype)
         one = as_dtype(np.ones((1, 1, 1)), dtype)

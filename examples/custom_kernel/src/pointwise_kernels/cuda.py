@@ -7,7 +7,7 @@ from jax_splitk.kernel_api import ConvWgradProblem, Launch, Pointer, Struct, Tar
 
 from . import problems
 
-_TILE = 16  # of dW, in both dimensions; pointwise.cu has the same
+_TILE = 16  # size of a tile of dW, in both dimensions; pointwise.cu has the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Args(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a plan leaves open: how many pixels go through shared memory at a time."""
+    """The part of a plan that the tuner may choose: how many pixels go through shared memory at a time."""
 
     rows: int
 
@@ -31,7 +31,8 @@ class PointwiseCuda(WgradFamily[Config]):
 
     name = "pointwise_cuda"
     ABI = 1
-    # A path: other names are files of jax_splitk. Headers are looked for beside it, then in jax_splitk/kernels.
+    # An absolute path: relative names are files of jax_splitk. The compiler looks for headers beside it, then in
+    # jax_splitk/kernels.
     file = str(pathlib.Path(__file__).with_name("pointwise.cu"))
     structs = (Args,)
 
@@ -48,7 +49,7 @@ class PointwiseCuda(WgradFamily[Config]):
         return [Config(config.rows // 2), Config(config.rows * 2)]
 
     def estimate(self, problem: ConvWgradProblem, config: Config, target: Target) -> float:
-        """Seconds: this kernel does not use the tensor cores. Measurements decide where tuning is on."""
+        """Seconds: this kernel does not use the tensor cores. With tuning on, measurements decide."""
         return problem.flops / 1e12 + 1e-4 / config.rows
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:

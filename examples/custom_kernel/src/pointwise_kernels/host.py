@@ -16,7 +16,7 @@ jax.ffi.register_ffi_target(TARGET, _handler.pointwise(), platform="cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a plan leaves open: how many input channels are computed at a time."""
+    """The part of a plan that the tuner may choose: how many input channels are computed at a time."""
 
     block: int
 

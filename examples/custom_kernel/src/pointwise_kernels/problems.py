@@ -1,10 +1,11 @@
-"""What both families serve."""
+"""The problems that both families serve."""
 
 from jax_splitk.kernel_api import ConvWgradProblem
 
 
 def refusal(problem: ConvWgradProblem) -> str | None:
-    """None for a dense float32 convolution of 1x1 filters without strides and padding, else what is in the way."""
+    """None for a dense float32 convolution with 1x1 filters, without strides and padding; else the reason for the
+    refusal."""
     for name, value, accepted in (
         ("dtype", problem.dtype, "float32"),
         ("out_dtype", problem.out_dtype, "float32"),
