@@ -15,6 +15,7 @@ from jax_splitk.kernels.family import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.ragged import host as ragged_host
+from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.kernels.wgrad import host as wgrad_host
 
@@ -32,5 +33,5 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
     "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
-    "ragged_dot": (ragged_host.FAMILY,),
+    "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),
 }
