@@ -124,7 +124,7 @@ def is_fp8_product(compiled: Any) -> bool:
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
 
 
-class _Launched:
+class Launched:
     """A result of PyTorch for which `jax.block_until_ready` waits."""
 
     def __init__(self, torch: Any):
@@ -163,17 +163,17 @@ def torch_products(torch: Any, case: Case, weights: dict[str, list[Any]]) -> dic
     x8 = [torch.randn(rows, case.k, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(most)]
     one = torch.ones((), device="cuda", dtype=torch.float32)
 
-    def bf16(i: int) -> _Launched:
+    def bf16(i: int) -> Launched:
         w = weights["torch_bf16"]
         torch.mm(x[i % most], w[i % len(w)].t())
-        return _Launched(torch)
+        return Launched(torch)
 
-    def fp8(i: int) -> _Launched:
+    def fp8(i: int) -> Launched:
         w = weights["torch_fp8"]
         torch._scaled_mm(
             x8[i % most], w[i % len(w)].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        return _Launched(torch)
+        return Launched(torch)
 
     return {"torch_bf16": bf16, "torch_fp8": fp8}
 

@@ -22,16 +22,19 @@ from jax_splitk.kernels.dot import as_wgrad
 from jax_splitk.kernels.dot import tma as dot_tma
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
+from jax_splitk.kernels.ragged import ragged_k, ragged_m
+from jax_splitk.kernels.ragged import tiles as ragged_tiles
 from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots, float64, products
+from tests import dots, float64, products, ragged_dots
 from tests.on_gpu import with_splits
 from tests.problems import conv, conv_of
 from tests.random_problems import device_plan
@@ -67,6 +70,8 @@ class Run:
             return _product(self.product)
         if isinstance(self.problem, DotProblem):
             return _dot_operands(self.problem)
+        if isinstance(self.problem, RaggedDotProblem):
+            return _ragged_operands(self.problem)
         assert isinstance(self.problem, ConvProblem)
         return _convolution(self.problem)
 
@@ -85,6 +90,13 @@ def _dot_operands(p: DotProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     operands = dots.integers(p, np.random.default_rng(SEED))
     exact = dots.exactly(p, *operands).astype(np.float32).astype(jnp.dtype(p.out_dtype))
     return tuple(dots.as_given(p, operands)), exact
+
+
+@functools.cache
+def _ragged_operands(p: RaggedDotProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    operands = ragged_dots.integers(p, np.random.default_rng(SEED))
+    exact = ragged_dots.exactly(p, *operands).astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    return tuple(ragged_dots.poisoned(p, operands)), exact
 
 
 @functools.cache
@@ -513,11 +525,51 @@ def _tiled() -> Iterator[Run]:
         yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
 
 
+# ---- grouped products ----------------------------------------------------------------------------------------------
+
+
+def ragged_config(tile_m: int, tile_n: int, workers: int, **changes: Any) -> ragged_tiles.Config:
+    """With three stages."""
+    return dataclasses.replace(ragged_tiles.Config(tile_m, tile_n, 3, workers), **changes)
+
+
+def _ragged() -> Iterator[Run]:
+    bf16, wide, half = ("bfloat16", "bfloat16"), ("bfloat16", "float32"), (HALF, HALF)
+    offset, gnk, swap = {"total_groups": 5}, {"rhs_order": "gnk"}, {"swap": True}
+    for (groups, m, k, n), dtypes, changes, config in (
+        ((4, 200, 72, 136), bf16, {}, ragged_config(64, 128, 3)),
+        ((5, 300, 136, 200), bf16, {}, ragged_config(128, 256, 3)),
+        ((5, 300, 136, 192), bf16, gnk, ragged_config(128, 256, 3, stages=4, parts=2)),
+        ((2, 300, 136, 320), (HALF, "float32"), offset, ragged_config(128, 256, 2, parts=4)),
+        ((70, 400, 72, 200), (HALF, "float32"), gnk, ragged_config(256, 128, 2, parts=4)),
+        ((4, 300, 136, 200), half, offset | gnk, ragged_config(128, 192, 2)),
+        ((4, 300, 136, 192), wide, {}, ragged_config(128, 128, 2, stages=4, parts=2)),
+        ((4, 300, 72, 264), half, {}, ragged_config(64, 256, 4)),
+        ((2, 100, 136, 192), (HALF, "float32"), offset, ragged_config(128, 64, 2, stages=4, **swap)),
+        ((4, 70, 136, 200), bf16, {}, ragged_config(64, 16, 5, stages=4, **swap)),
+        ((4, 170, 136, 192), bf16, gnk, ragged_config(128, 32, 5, stages=4, **swap)),
+        ((4, 70, 136, 328), half, gnk, ragged_config(256, 8, 2, **swap)),
+        ((70, 90, 72, 320), wide, {}, ragged_config(256, 64, 2, stages=2, **swap)),
+    ):
+        yield Run(ragged_m.FAMILY, RaggedDotProblem("forward", groups, m, k, n, *dtypes, **changes), config)
+    for (groups, m, k, n), dtypes, changes, config in (
+        ((4, 200, 72, 136), bf16, {}, ragged_config(64, 128, 5)),
+        ((5, 300, 136, 200), bf16, {}, ragged_config(128, 256, 3)),
+        ((3, 3000, 136, 200), wide, {}, ragged_config(128, 256, 5, parts=4)),
+        ((4, 1500, 136, 328), half, offset, ragged_config(128, 256, 3, stages=4, parts=2)),
+        ((3, 3000, 136, 200), wide, offset, ragged_config(128, 128, 5, stages=4, parts=2)),
+        ((2, 1500, 264, 72), (HALF, "float32"), {}, ragged_config(256, 128, 7, parts=2)),
+        ((3, 4000, 200, 136), half, {}, ragged_config(128, 192, 5, stages=2)),
+        ((70, 900, 72, 264), (HALF, "bfloat16"), {}, ragged_config(64, 256, 5)),
+    ):
+        yield Run(ragged_k.FAMILY, RaggedDotProblem("rhs_gradient", groups, m, k, n, *dtypes, **changes), config)
+
+
 RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
         *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
-        *(_dot(), _stream(), _fp8(), _tiled()),
+        *(_dot(), _stream(), _fp8(), _tiled(), _ragged()),
     )
 )
 

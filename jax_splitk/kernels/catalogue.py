@@ -33,5 +33,5 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
     "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
-    "ragged_dot": (ragged_m.FAMILY, ragged_k.FAMILY, ragged_host.FAMILY),
+    "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),
 }

@@ -25,6 +25,7 @@ from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.ragged_dot import RHS_ORDERS, RaggedDotProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.source import source_files
@@ -248,6 +249,8 @@ CODE = {
         "FORMAT OUT SCALING",
         "M_WARPGROUPS K_WARPGROUPS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE",
     ),
+    "ragged/ragged_m.cu": Code(_wgmma_tile, "OUT TILE_M TILE_N SWAP B_MN", "ELEMENT B_WHOLE HAS_OFFSET PARTS GROUPS"),
+    "ragged/ragged_k.cu": Code(_wgmma_tile, "OUT TILE_M TILE_N", "ELEMENT HAS_OFFSET PARTS GROUPS"),
 }
 
 
@@ -308,11 +311,22 @@ def quantized_products() -> list[Problem]:
     return found
 
 
+def grouped_products() -> list[Problem]:
+    """Of every pass and dtype, with many rows a group and with few."""
+    sizes = ((32768, 2880, 2048, 32), (64, 4096, 1408, 8), (300, 136, 328, 70))
+    types = list(itertools.product(("bfloat16", "float16"), ("bfloat16", "float16", "float32")))
+    modes = [("forward", order) for order in RHS_ORDERS] + [("rhs_gradient", "gkn")]
+    return [
+        RaggedDotProblem(mode, groups, m, k, n, dtype, out, rhs_order=order, total_groups=2 * groups * (m == 300))
+        for (mode, order), (dtype, out), (m, k, n, groups) in itertools.product(modes, types, sizes)
+    ]
+
+
 @functools.cache
 def pools() -> dict[str, dict[compiler.Source, Run]]:
     """For each file, the sources that the tuner may choose for problems of all types, large and small, with one sample
     each."""
-    every = (*gradients(), *passes(), *first_layers(), *matrix_products(), *quantized_products())
+    every = (*gradients(), *passes(), *first_layers(), *matrix_products(), *quantized_products(), *grouped_products())
     samples = list(every_kernel.RUNS)
     for family in FAMILIES:
         served = [p for p in every if family in catalogue.FAMILIES[p.op] and family.refusal(p) is None]

@@ -131,21 +131,23 @@ extern "C" __global__ void __launch_bounds__(ADD_THREADS)
   if (threadIdx.x < 32) {
     const Schedule all(sizes, offset, args.groups, args.matrices, args.m, args.rows * args.columns, ends);
     int matrix = -1, tile = 0, first = 0, pieces = 0, before = 0, cut_ones = all.cut_ones;
-    all.for_matrices([&](int other, int, const Cut& cut, int slot) {
+    all.for_matrices([&](int other, int own, const Cut& cut, int slot) {
       const int number = int(blockIdx.x) - before;
       if (number < cut.tiles) {
         matrix = other, tile = all.tiles - cut.tiles + number, pieces = cut.pieces, first = slot + number * pieces;
         return false;
       }
       before += cut.tiles;
-      return --cut_ones > 0;  // the longest, which are cut, come first
+      if (all.is_cut(own)) --cut_ones;
+      return cut_ones > 0;
     });
     if (threadIdx.x == 0) found[0] = matrix, found[1] = tile, found[2] = first, found[3] = pieces;
   }
   __syncthreads();
+  // All blocks wait, those without a tile too: what follows this kernel must find the first one's results.
+  wait_on_dependent_grids();
   if (found[0] < 0) return;
   const Place at = place_of(found[1], args.rows, args.columns);
-  wait_on_dependent_grids();
 #pragma unroll 1
   for (int i = blockIdx.y * ADD_THREADS + threadIdx.x; i < SLOT_CHUNKS; i += gridDim.y * ADD_THREADS) {
     const float4* chunk = slots + size_t(found[2]) * SLOT_CHUNKS + i;

@@ -16,8 +16,10 @@ from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 _BLOCK = 64  # rows of a stage; rows and columns of a block of an operand
-_STORE = 4  # units of time for a tile's results: schedule_k.cuh
+_STORE = 4  # units of time for a tile's results, at most: schedule_k.cuh
+_FEW = 3  # tiles of a worker: groups are cut where it has fewer (schedule_k.cuh)
 _MAX_UNITS = 2**30
+_MAX_TILES = 2**15, 2**16  # rows and columns of tiles of a matrix, which share an int in device code
 _ADD_THREADS, _ADD_BLOCKS = 256, 8
 
 
@@ -44,23 +46,30 @@ class RaggedK(RaggedFamily):
     def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
         if (reason := super().config_refusal(problem, config)) is not None:
             return reason
+        for name, count, most in zip("kn", tile_counts(problem, config), _MAX_TILES, strict=True):
+            if count > most:
+                return f"{name}={getattr(problem, name)} in {count} tiles; accepted: at most {most}"
         if (needed := units(problem, config)) > _MAX_UNITS:
             return f"{needed} stages of all tiles; accepted: at most {_MAX_UNITS}"
         return None
 
     def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
+        """For groups of about the same size, whose ends lie anywhere in a stage."""
         p = problem
         rows, columns = tile_counts(p, config)
-        # Groups end in the middle of a stage.
         total = (p.rows / _BLOCK + 0.5 * p.groups) * rows * columns
         stages = int(total / config.workers) + 1
-        waves = max(1.0, rows * columns * p.groups / config.workers)
+        turns = max(1.0, rows * columns * p.groups / config.workers)
+        is_cut = turns < _FEW and rows * columns % config.workers != 0
+        slots = 2 * config.workers * config.tile_m * config.tile_n * 4
         return Work(
             **config.stage_work(stages, max(config.stages, stages), 1),
             rows=stages * config.stage_bytes / 128,
             memory_bytes=p.bytes_moved,
             waves=1,
-            stored_bytes=config.tile_m * config.tile_n * waves,
+            # While one consumer leaves its sums, another one multiplies.
+            stored_bytes=config.tile_m * config.tile_n * turns / config.consumers,
+            partial_bytes=2 * slots if is_cut else 0,  # written and read again
             launches=2,
         )
 

@@ -4,6 +4,7 @@
 begins. Group sizes stay on the device.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from jax_splitk.kernels.device.split_tile import is_whole, operand_map
@@ -19,7 +20,7 @@ from jax_splitk.runtime.target import Target
 # Stages of a float32 result: the tensor cores truncate their sums.
 _MAX_FLOAT32_CHAIN = 512
 # (columns of the matrices, rows of lhs) of a tile under `swap`.
-_SWAPPED = tuple((m, n) for m in (64, 128, 256) for n in (8, 16, 32, 64, 128) if (m, n) != (256, 128))
+_SWAPPED = tuple(itertools.product((64, 128, 256), (8, 16, 32, 64)))
 _BOX_ROWS = 64
 
 
@@ -58,22 +59,28 @@ class RaggedM(RaggedFamily):
         yield from (Config(m, n, 1, target.cores, swap=True) for m, n in _SWAPPED)
 
     def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
+        """For groups of about the same size, whose ends lie anywhere in a tile."""
         p = problem
         groups = max(1, min(p.groups, p.rows))
-        rows = max(1.0, p.rows / groups)  # of a group: as if they were even, with half a tile more for its end
+        rows = p.rows / groups
         tall = max(1.0, rows / config.tile_rows + 0.5) if rows > 1 else 1.0
         count = groups * tall * -(-p.n // config.tile_columns)
         workers = min(config.workers, target.cores)
-        waves = max(1.0, count / workers + (0.5 if count > workers else 0.0))
-        stages = int(waves * self._k_blocks(p))
-        stored = config.tile_rows * config.tile_columns
+        turns = max(1.0, count / workers + (0.5 if count > workers else 0.0))
+        stages = int(turns * self._k_blocks(p))
+        work = config.stage_work(stages, max(config.stages, stages), 1)
+        if not config.swap and config.consumers > 1:
+            # The consumer that has none of a group's last 64 rows does not multiply.
+            idle = config.tile_m / 2 if rows <= _BOX_ROWS else _BOX_ROWS / 2
+            work["tensor_clocks"] *= 1 - idle / (tall * config.tile_m)
         return Work(
-            **config.stage_work(stages, max(config.stages, stages), 1),
+            **work,
             rows=stages * config.stage_bytes / 128,
             memory_bytes=p.bytes_moved,
             memory_share=min(1.0, count / target.cores),
             waves=1,
-            stored_bytes=stored * waves,
+            # While one consumer leaves its sums, another one multiplies.
+            stored_bytes=config.tile_m * config.tile_n * turns / config.consumers,
         )
 
     # ---- plan ------------------------------------------------------------------------------------------------------

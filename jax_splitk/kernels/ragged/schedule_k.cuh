@@ -66,6 +66,9 @@ struct Schedule {
   }
   __device__ int stages(int matrix) const { return (size(matrix) + 63) / 64; }
 
+  // Whether a tile of so many stages would take more than 1/FEW of a worker's time.
+  __device__ bool is_cut(int stages) const { return stages >= 2 * LEAST && (stages + STORE) * FEW > share; }
+
   // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices in their order, until
   // it is false.
   template <class Visit>
@@ -96,7 +99,7 @@ struct Schedule {
                  [&](int tile) { visit(matrix, tile, 0, stages, -1); });
       take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE, load, least, largest, [&](int i) {
         const int piece = i / cut.tiles, tile = i - piece * cut.tiles;
-        visit(matrix, whole + tile, stages * piece / cut.pieces, stages * (piece + 1) / cut.pieces,
+        visit(matrix, whole + tile, start_of(piece, stages, cut.pieces), start_of(piece + 1, stages, cut.pieces),
               slot + tile * cut.pieces + piece);
       });
       return true;
@@ -104,7 +107,10 @@ struct Schedule {
   }
 
  private:
-  __device__ bool is_cut(int stages) const { return stages >= 2 * LEAST && (stages + STORE) * FEW > share; }
+  // stages * piece / pieces, whose product may not fit in 32 bits.
+  __device__ static int start_of(int piece, int stages, int pieces) {
+    return stages / pieces * piece + stages % pieces * piece / pieces;
+  }
 
   // The pieces fill the machine as well as may be, and there are no more of them than this matrix's slots.
   __device__ Cut cut_of(int stages) const {

@@ -19,6 +19,7 @@ MAX_GROUPS = 4096  # whose ends are in shared memory
 MAX_WORKERS = 256
 MAX_SIZE = 2**30  # of m, k and n: coordinates of tensor maps, with what tiles have beyond
 _ALIGNMENT = 1024  # of the stages
+_MOST_CANDIDATES, _FEW_STAGES = 12, 3  # that are worth a try
 _BLOCK = 64  # rows of a block of shared memory, and elements of its rows
 
 
@@ -127,14 +128,17 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
         yield from (self.Config(m, n, 1, target.cores) for m, n in self.TILES)
 
     def candidates(self, problem: RaggedDotProblem, target: Target) -> list[Config]:
-        found = []
+        """The best by the estimates; of those that differ in `parts` alone, the one with the fewest."""
+        found: dict[tuple[Config, int], Config] = {}
         for shape in self.shapes(problem, target):
             for parts in (1, 2, 4):
                 config = dataclasses.replace(shape, parts=parts)
                 room = SHARED_BYTES - shared_bytes(problem, config) + config.stage_bytes
-                found.append(dataclasses.replace(config, stages=min(MAX_STAGES, room // config.stage_bytes)))
-        legal = [config for config in found if self.config_refusal(problem, config) is None]
-        return self.by_estimate(problem, legal, target)
+                stages = min(MAX_STAGES, room // config.stage_bytes)
+                found.setdefault((shape, stages), dataclasses.replace(config, stages=stages))
+        useful = [config for config in found.values() if config.stages >= _FEW_STAGES]
+        legal = [config for config in useful if self.config_refusal(problem, config) is None]
+        return self.by_estimate(problem, legal, target)[:_MOST_CANDIDATES]
 
     def neighbours(self, problem: RaggedDotProblem, config: Config, target: Target) -> list[Config]:
         return [dataclasses.replace(config, stages=config.stages - 1)]

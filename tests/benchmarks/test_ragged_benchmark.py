@@ -1,0 +1,82 @@
+"""benchmarks/ragged.py: its cases, a run on small layers, and what it says of contestants that are left out."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import ragged, ragged_cases
+from benchmarks.ragged_cases import CASES, SIZES, Case
+from jax_splitk.kernels.ragged import host
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+
+LAYER = "16384x2048x1408x64"
+
+
+def test_cases_are_nine_layers_in_four_passes() -> None:
+    assert len(CASES) == len({case.name for case in CASES}) == 36
+    for case in CASES:
+        problem = case.problem()
+        assert problem.flops == 2 * case.m * case.k * case.n
+        assert problem.operand_types[0][0] == case.shapes[0]
+        assert problem.operand_types[1][0] == case.shapes[1]
+        assert case.shrunk().problem().flops < 2e8
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_sizes(kind: str) -> None:
+    case = Case(10_000, 8, 8, 40, "forward")
+    sizes = ragged_cases.sizes_of(case, kind, 3)
+    assert sizes.sum() == case.m and sizes.dtype == np.int32 and sizes.shape == (40,)
+    share = {"random": (0.02, 0.08), "zipf": (0.2, 0.27), "one_hot": (1, 1)}[kind]
+    assert share[0] <= sizes.max() / case.m <= share[1]
+
+
+def test_a_run_and_its_report(cache: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert ragged.main(["--cases", LAYER, "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "torch left out: no PyTorch with a GPU" in said
+    report = json.loads(path.read_text())
+    assert report["abi"]["ragged_host"] == host.FAMILY.ABI and report["failures"] == {}
+    assert [r["case"]["which"] for r in report["results"]] == [*ragged_cases.PASSES, "rhs_gradient"]
+    for result in report["results"]:
+        assert list(result["times"]) == list(SIZES)
+        assert result["ratios"]["lax"] == result["times"]["random"]["lax"]["us"] / result["ours"]["us"]
+        assert result["slowdowns"].keys() == {"zipf", "one_hot"}
+        assert result["error"] < (1e-5 if result["case"]["out_dtype"] == "float32" else 5e-3)
+    forward = report["results"][0]
+    assert report["geometric_means"]["forward bfloat16"]["lax/ours"] == pytest.approx(forward["ratios"]["lax"])
+    assert "geometric means, training, rhs_gradient float32: TFLOP/s " in said
+    assert f"| {forward['name'].replace('-', ' ')} " in said
+
+
+def test_the_fastest_of_some_configs(
+    cache: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    arguments = ["--cases", f"{LAYER}-forward", "--configs", "2", "--against", "--json", str(path)]
+    assert ragged.main(arguments) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["config"].startswith("Config(splits=") and result["implementation"] == "host"
+    assert result["ratios"] == {}
+    assert capsys.readouterr().out.count(" us: Config(") == 2
+
+
+def test_lax_is_left_out_where_it_needs_too_much_memory(
+    cache: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--cases", f"{LAYER}-rhs_gradient", "--against", "lax", "--lax-limit-gib", "0"]
+    assert ragged.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "lax left out: 0.0 GiB of temporary memory" in said and "too large" in said
+
+
+def test_other_cases_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ragged.main(["--cases", "forwards"]) == 2
+    assert "cases=forwards; accepted: " in capsys.readouterr().err
+    assert ragged.main(["--cases", "decoding", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8
