@@ -28,6 +28,19 @@ def test_frameworks(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert re.search(r"apart by [\d.]+e-\d\d$", shown, re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_mixture_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """It exits with an error where its losses are not lax's, or do not fall."""
+    try:
+        importlib.import_module("flax.nnx")
+    except Exception as error:
+        pytest.skip(f"flax.nnx does not work with this jax: {type(error).__name__}: {error}")
+    runpy.run_path(str(EXAMPLES / "mixture_of_experts.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert re.search(r"^sum of 9 operations: ", shown, re.MULTILINE), shown  # three products, three passes each
+    assert re.search(r"^loss [\d.]+ -> [\d.]+, apart from lax's by [\d.]+e-\d\d$", shown, re.MULTILINE), shown
+
+
 @pytest.mark.exhaustive
 def test_quantized_digits() -> None:
     """It exits with an error if it misses its own bounds."""

@@ -56,6 +56,12 @@ def _products() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]
     yield "matmul", jax_splitk.matmul, (a, b), 2
     activated = lambda a, b, bias: jax_splitk.matmul(a, b, bias=bias, activation="gelu")  # noqa: E731
     yield "matmul with an epilogue", activated, (a, b, bias), 3
+    sizes = np.array([5, 0, 8, 2], np.int32)
+    for implementation in ("host", "xla"):
+        grouped = functools.partial(jax_splitk.ragged_dot, implementation=implementation)
+        yield f"ragged_dot {implementation}", grouped, (_of(16, 8), _of(4, 8, 6), sizes), 2
+    some = lambda x, w, sizes, first: jax_splitk.ragged_dot(x, w, sizes, group_offset=first)  # noqa: E731
+    yield "ragged_dot with an offset", some, (_of(16, 8), _of(2, 8, 6), sizes, np.array([1], np.int32)), 2
     yield "dot_general", lambda a, b: jax_splitk.dot_general(a, b, (((1,), (0,)), ((), ()))), (a, b), 2
 
 
