@@ -7,8 +7,9 @@
 // Workspace: slots of fp32 sums of a tile. The pieces of tiles that are cut have one each, and the last kernel adds
 // them. For float32 results each worker has one more, for the sums of a tile that takes several items.
 //
-// Macros: ELEMENT (a number of output.cuh), HAS_OFFSET (1: a group offset is given), and those of
-// schedule_k.cuh and of device/persistent_tile.cuh.
+// Macros: ELEMENT (a number of output.cuh), HAS_OFFSET (1: a group offset is given), CHAIN_STAGES (that the
+// tensor cores add: they truncate sums, which a float32 result would show), and those of schedule_k.cuh and of
+// device/persistent_tile.cuh.
 
 #include "device/persistent_tile.cuh"
 #include "ragged/group_map.cuh"
@@ -17,8 +18,6 @@
 
 constexpr int SLOT_CHUNKS = TILE_M * TILE_N / 4;  // float4
 constexpr int ADD_THREADS = 256;                  // of the second kernel
-// Stages that the tensor cores add: they truncate sums, which a float32 result would show.
-constexpr int CHAIN_STAGES = OUT == FLOAT ? 512 : 1 << 30;
 
 struct RaggedK : PersistentKernel {
   using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;

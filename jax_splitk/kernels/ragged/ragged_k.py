@@ -4,6 +4,8 @@ The gradient of `lax.ragged_dot` by rhs: for each group the product of its rows 
 divides the tiles among the thread blocks.
 """
 
+import math
+
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.structs import Values
@@ -16,8 +18,12 @@ from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
 _BLOCK = 64  # rows of a stage; rows and columns of a block of an operand
-_STORE = 4  # units of time for a tile's results, at most: schedule_k.cuh
-_FEW = 3  # tiles of a worker: groups are cut where it has fewer (schedule_k.cuh)
+# Macros of schedule_k.cuh: units of time for a tile's results, by the bytes of an element; tiles of a worker, of which
+# a group with fewer is cut; and stages of a piece, at least.
+_STORE = {4: 4, 2: 2}
+_FEW, _LEAST = 3, 8
+# Stages that the tensor cores add of a float32 result: they truncate sums.
+_CHAIN_STAGES = 512
 _MAX_UNITS = 2**30
 _MAX_TILES = 2**15, 2**16  # rows and columns of tiles of a matrix, which share an int in device code
 _ADD_THREADS, _ADD_BLOCKS = 256, 8
@@ -31,7 +37,19 @@ def tile_counts(problem: RaggedDotProblem, config: Config) -> tuple[int, int]:
 def units(problem: RaggedDotProblem, config: Config) -> int:
     """The largest number of units of time of all tiles, for any group sizes."""
     rows, columns = tile_counts(problem, config)
-    return (problem.m // _BLOCK + problem.groups * (1 + _STORE)) * rows * columns
+    return (problem.m // _BLOCK + problem.groups * (1 + _STORE[4])) * rows * columns
+
+
+def may_cut(problem: RaggedDotProblem, config: Config) -> bool:
+    """Whether some sizes make tiles that are cut. Then a second kernel adds the pieces."""
+    count = math.prod(tile_counts(problem, config))
+    # One group has at most all of the stages, and a worker has its share of the group's own tiles at least.
+    return count % config.workers != 0 and count < _FEW * config.workers and problem.m > (2 * _LEAST - 1) * _BLOCK
+
+
+def _slots(problem: RaggedDotProblem, config: Config) -> int:
+    """Slots for pieces."""
+    return 2 * config.workers if may_cut(problem, config) else 0
 
 
 class RaggedK(RaggedFamily):
@@ -61,7 +79,7 @@ class RaggedK(RaggedFamily):
         stages = int(total / config.workers) + 1
         turns = max(1.0, rows * columns * p.groups / config.workers)
         is_cut = turns < _FEW and rows * columns % config.workers != 0
-        slots = 2 * config.workers * config.tile_m * config.tile_n * 4
+        slots = _slots(p, config) * config.tile_m * config.tile_n * 4
         return Work(
             **config.stage_work(stages, max(config.stages, stages), 1),
             rows=stages * config.stage_bytes / 128,
@@ -70,15 +88,16 @@ class RaggedK(RaggedFamily):
             # While one consumer leaves its sums, another one multiplies.
             stored_bytes=config.tile_m * config.tile_n * turns / config.consumers,
             partial_bytes=2 * slots if is_cut else 0,  # written and read again
-            launches=2,
+            launches=1 + may_cut(p, config),
         )
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
         """Bytes of the slots for fp32 sums of a tile: see ragged_k.cu."""
-        slots = 3 if problem.out_dtype == "float32" else 2  # for each worker
-        return slots * config.workers * config.tile_m * config.tile_n * 4
+        is_long = problem.out_dtype == "float32" and problem.m > _CHAIN_STAGES * _BLOCK
+        slots = _slots(problem, config) + (config.workers if is_long else 0)
+        return slots * config.tile_m * config.tile_n * 4
 
     def args(self, problem: RaggedDotProblem, config: Config) -> Values:
         p = problem
@@ -87,7 +106,15 @@ class RaggedK(RaggedFamily):
         return Values("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
-        return {**super().macros(problem, config), "WORKERS": config.workers}
+        store = _STORE[jnp.dtype(problem.out_dtype).itemsize]
+        schedule = {
+            "STORE_UNITS": store,
+            "WORKER_TILES": _FEW,
+            "PIECE_STAGES": _LEAST,
+            "SLOTS": _slots(problem, config),
+        }
+        chain = {"CHAIN_STAGES": _CHAIN_STAGES if problem.out_dtype == "float32" else 2**30}
+        return {**super().macros(problem, config), "WORKERS": config.workers, **schedule, **chain}
 
     def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         p = problem
@@ -109,7 +136,7 @@ class RaggedK(RaggedFamily):
             params=(slots, result, sizes, offset, args),
             programmatic=True,
         )
-        return main, reduce
+        return (main, reduce) if may_cut(problem, config) else (main,)
 
 
 FAMILY = RaggedK(tiles.Config)

@@ -1,23 +1,21 @@
 // Which thread block (a worker) computes what of a grouped product whose reduction is ragged (ragged_k.cu). Each
 // worker finds the whole schedule for itself, so nothing but the sizes decides who computes what.
 //
-// A tile of a group of s stages takes about s + STORE units of time. Groups come one after the other, the longest
+// A tile of a group of s stages takes about s + STORE_UNITS units of time. Groups come one after the other, the longest
 // first, and each tile goes to the worker that has the least to do so far (list scheduling). Workers compute the
 // tiles of a group at about the same time, and share what they read.
 //
-// Where a tile would take more than 1/FEW of a worker's time, its group is cut: first as many tiles as fill the
+// Where a tile would take more than 1/WORKER_TILES of a worker's time, its group is cut: first as many tiles as fill the
 // machine some times are computed as others are. The rest are cut into pieces along the reduction, so many that
 // the pieces fill the machine. Pieces of the same rows are computed at the same time. Each leaves its sums in a
 // slot of the workspace, and a second kernel adds the pieces of a tile in their order.
 //
-// Macros: WORKERS (thread blocks of the grid), GROUPS.
+// Macros: WORKERS (thread blocks of the grid), STORE_UNITS, WORKER_TILES, PIECE_STAGES (stages of a piece, at least), SLOTS (for pieces; 0
+// where no sizes make any), GROUPS.
 
 #include "ragged/groups.cuh"
 
-constexpr int STORE = OUT == FLOAT ? 4 : 2, FEW = 3;
-constexpr int SLOTS = 2 * WORKERS;  // of pieces
 static_assert(SLOTS < 1024);
-constexpr int LEAST = 8;            // stages of a piece
 constexpr int MOST_SORTED = 1024;   // groups; of more, the order is their own
 constexpr int WORKERS_OF_LANE = (WORKERS + 31) / 32;
 
@@ -51,7 +49,7 @@ struct Schedule {
       : ends(ends), groups(groups), matrices(matrices), tiles(tiles) {
     find_groups(sizes, groups, rows, ends);
     first_matrix = HAS_OFFSET ? __ldg(offset) : 0;
-    share = sum_of_matrices([&](int stages) { return stages + STORE; }) * tiles / WORKERS;
+    share = sum_of_matrices([&](int stages) { return stages + STORE_UNITS; }) * tiles / WORKERS;
     cut_ones = sum_of_matrices([&](int stages) { return int(is_cut(stages)); });
   }
 
@@ -66,8 +64,8 @@ struct Schedule {
   }
   __device__ int stages(int matrix) const { return (size(matrix) + 63) / 64; }
 
-  // Whether a tile of so many stages would take more than 1/FEW of a worker's time.
-  __device__ bool is_cut(int stages) const { return stages >= 2 * LEAST && (stages + STORE) * FEW > share; }
+  // Whether a tile of so many stages would take more than 1/WORKER_TILES of a worker's time.
+  __device__ bool is_cut(int stages) const { return stages >= 2 * PIECE_STAGES && (stages + STORE_UNITS) * WORKER_TILES > share; }
 
   // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices in their order, until
   // it is false.
@@ -95,9 +93,9 @@ struct Schedule {
     int least = 0, largest = 0;  // bounds of the loads
     for_matrices([&](int matrix, int stages, const Cut& cut, int slot) {
       const int whole = tiles - cut.tiles;
-      take_turns(worker, whole, stages + STORE, load, least, largest,
+      take_turns(worker, whole, stages + STORE_UNITS, load, least, largest,
                  [&](int tile) { visit(matrix, tile, 0, stages, -1); });
-      take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE, load, least, largest, [&](int i) {
+      take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE_UNITS, load, least, largest, [&](int i) {
         const int piece = i / cut.tiles, tile = i - piece * cut.tiles;
         visit(matrix, whole + tile, start_of(piece, stages, cut.pieces), start_of(piece + 1, stages, cut.pieces),
               slot + tile * cut.pieces + piece);
@@ -116,7 +114,7 @@ struct Schedule {
   __device__ Cut cut_of(int stages) const {
     const int rest = tiles % WORKERS;
     if (rest == 0 || !is_cut(stages)) return {0, 1};
-    const int most = min(SLOTS / cut_ones / rest, stages / LEAST);
+    const int most = min(SLOTS / cut_ones / rest, stages / PIECE_STAGES);
     int best = 0;  // percent of the machine that are filled, and the fewest pieces that fill as much
     for (int i = threadIdx.x % 32 + 1; i <= most; i += 32) {
       const int count = rest * i, turns = (count + WORKERS - 1) / WORKERS;

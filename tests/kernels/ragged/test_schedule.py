@@ -15,7 +15,7 @@ from tests.exhaustive import thinned
 from tests.problems import seeded
 
 MOST = 4096  # items of a worker
-STORE, FEW, LEAST = 2, 3, 8  # schedule_k.cuh has these, with 16-bit results
+STORE, FEW, LEAST = 2, 3, 8  # ragged_k.py has these, with 16-bit results
 
 # The items of each worker, and how many there are.
 TEXT = """
@@ -64,6 +64,7 @@ def schedule(
     (folder / "schedule.cu").write_text(TEXT)
     groups = len(sizes)
     macros = {"WORKERS": workers, "GROUPS": -(-groups // 64) * 64, "OUT": 1, "HAS_OFFSET": 1}
+    macros |= {"STORE_UNITS": STORE, "WORKER_TILES": FEW, "PIECE_STAGES": LEAST, "SLOTS": 2 * workers}
     args = Int32Struct((groups, matrices, m, tiles, MOST))
     params = (Pointer(0), Pointer(1), args, Pointer(2), Pointer(3))
     launch = Launch("dump", (workers, 1, 1), (32, 1, 1), params, 0)
