@@ -94,9 +94,13 @@ def operand_sets(case: Case) -> list[tuple[jax.Array, ...]]:
     """Sets of operands that together do not fit in the L2; one where it is large."""
     each = sum(math.prod(shape) for shape in case.shapes) * jnp.dtype(case.dtype).itemsize
     count = min(MAX_SETS, math.ceil(ROTATED_BYTES / each)) if on_gpu() else 1
-    draw = jax.jit(
-        lambda key: tuple(jax.random.normal(k, s, case.dtype) for k, s in zip(jax.random.split(key), case.shapes))
-    )
+    x, y = case.shapes
+
+    @jax.jit
+    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first, second = jax.random.split(key)
+        return jax.random.normal(first, x, case.dtype), jax.random.normal(second, y, case.dtype)
+
     return jax.block_until_ready([draw(key) for key in jax.random.split(jax.random.key(0), count)])
 
 

@@ -86,8 +86,8 @@ struct Worklist {
       Item item;
       int words[8];
     } taken = {take(at)};
-#pragma unroll
-    for (int& word : taken.words) word = __shfl_sync(~0u, word, 0);
+#pragma unroll  // a loop over references leaves the item in local memory
+    for (int i = 0; i < 8; ++i) taken.words[i] = __shfl_sync(~0u, taken.words[i], 0);
     return taken.item;
   }
 };

@@ -81,13 +81,13 @@ def test_every_kind_of_group_sizes(kind: str) -> None:
             check(p, config, sizes, rng)
 
 
-@pytest.mark.parametrize("groups", thinned((33, 65, 300, 1030), 2))
+@pytest.mark.parametrize("groups", thinned((300, 33, 65, 1030), 4))
 @pytest.mark.parametrize("problem", [forward, rhs_gradient])
 def test_many_groups(problem: Any, groups: int) -> None:
     """More than a warp has lanes, and more than the kernels sort; most have a few rows or none."""
     with seeded(82) as rng:
         p = problem(groups, 700, 64, 8)
-        config = ragged_config(64, 128, 40)
+        config = ragged_config(64, 128, 5)
         check(p, config, rng.multinomial(690, rng.dirichlet(np.full(groups, 0.3))), rng)
 
 
@@ -95,11 +95,11 @@ def test_one_long_group_among_very_many() -> None:
     """More groups than the schedule sorts: the one that is cut is not the first that the second kernel looks at."""
     with seeded(83) as rng:
         sizes = np.zeros(1030, int)
-        sizes[777], sizes[3] = 2400, 70
-        check(rhs_gradient(1030, 2500, 64, 8), ragged_config(64, 128, 40), sizes, rng)
+        sizes[777], sizes[3] = 2900, 70
+        check(rhs_gradient(1030, 3000, 64, 8), ragged_config(64, 128, 24), sizes, rng)
 
 
-@pytest.mark.parametrize("offset", [-1, 0, 2, 4, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("offset", thinned((4, -1, 2**31 - 1, 0, 2, -(2**31)), 3))
 @pytest.mark.parametrize("problem", [forward, rhs_gradient])
 def test_offsets(problem: Any, offset: int) -> None:
     """Two groups of five; for some offsets one or both of them do not exist."""
@@ -111,7 +111,7 @@ def test_offsets(problem: Any, offset: int) -> None:
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 40])
+@pytest.mark.parametrize("workers", thinned((1, 2, 40), 3))
 @pytest.mark.parametrize("problem", [forward, rhs_gradient])
 def test_workers_fewer_and_more_than_tiles(problem: Any, workers: int) -> None:
     with seeded(85) as rng:
@@ -147,8 +147,8 @@ def test_every_swapped_tile(out: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("out", [BF16, FLOAT])
-@pytest.mark.parametrize("sizes", [(1500, 0), (1100, 1200), (64, 2000)])
-def test_cut_tiles(sizes: tuple[int, ...], out: str) -> None:
+@pytest.mark.parametrize("sizes", thinned(map(list, ((1100, 1200), (1500, 0), (64, 2000))), 3))
+def test_cut_tiles(sizes: list[int], out: str) -> None:
     """Pieces of a tile, of one group or two, on workers that have more to do than others."""
     with seeded(88) as rng:
         p = rhs_gradient(len(sizes), 2400, 72, 136, out=out)
@@ -193,8 +193,8 @@ def test_nan_stays_in_its_group(kind: str) -> None:
             operands[0][rows] = np.nan
             operands[1][rows if p.mode == "rhs_gradient" else group] = np.nan
             exact[rows if p.mode == "forward" else group] = np.nan
-            out = computed(p, config, operands, rng)
-            np.testing.assert_array_equal(out, exact.astype(out.dtype), err_msg=f"NaN in group {group} of {sizes}")
+            out = computed(p, config, operands, rng).astype(np.float32)
+            np.testing.assert_array_equal(out, exact, err_msg=f"NaN in group {group} of {sizes}")
 
 
 @pytest.mark.exhaustive
@@ -208,5 +208,4 @@ def test_one_row_of_nan_reaches_only_its_results(kind: str) -> None:
         row = 37 + 20 + int(rng.integers(64))
         operands[0][row] = np.nan
         exact[row if p.mode == "forward" else 2] = np.nan
-        out = computed(p, config, operands, rng)
-        np.testing.assert_array_equal(out, exact.astype(out.dtype))
+        np.testing.assert_array_equal(computed(p, config, operands, rng).astype(np.float32), exact)
