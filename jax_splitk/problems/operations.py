@@ -28,6 +28,10 @@ class Operation:
       reference: of (problem, *operands), the result in plain lax. It is what XLA competes with, and for the problem
         with out_dtype="float32" what results are checked against.
       representatives: of a problem, those whose decision may hold for it, too.
+      check: likewise, for results that take `reference` memory or time for more than the operands: what results are
+        checked against where it is given.
+      kinds: how many kinds of random operands there are; seeds in a row draw one kind after the other. A candidate's
+        time is the mean over all kinds.
       represented: of a problem, those that its decision may hold for, one for each kernel that it may need there.
     """
 
@@ -36,6 +40,8 @@ class Operation:
     reference: Callable[..., jax.Array]
     representatives: Callable[[Any], Iterable[Any]] = lambda problem: ()
     represented: Callable[[Any], Iterable[Any]] = lambda problem: ()
+    check: Callable[..., jax.Array] | None = None
+    kinds: int = 1
 
 
 def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]) -> Operation:
@@ -59,5 +65,11 @@ OPERATIONS: dict[str, Operation] = {
         QuantizedMatmulProblem.representatives,
         QuantizedMatmulProblem.represented,
     ),
-    "ragged_dot": Operation(RaggedDotProblem, ragged_reference.random_operands, ragged_reference.ragged_dot),
+    "ragged_dot": Operation(
+        RaggedDotProblem,
+        ragged_reference.random_operands,
+        ragged_reference.ragged_dot,
+        check=ragged_reference.by_blocks,
+        kinds=len(ragged_reference.DISTRIBUTIONS),
+    ),
 }

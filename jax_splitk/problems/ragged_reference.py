@@ -18,6 +18,8 @@ lax_ragged_dot_general = lax.ragged_dot_general
 # The batch dimensions of lhs, of rhs and of group_sizes.
 Batch = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
+_BLOCK = 512  # rows
+
 # How the rows of random operands are divided among the groups.
 DISTRIBUTIONS = ("uniform", "skewed", "one_hot")
 
@@ -81,6 +83,43 @@ def batched(
     places = (int(i) for i in np.argsort((*shared, *others)))
     out = out.transpose(*places, rank, rank + 1)
     return out if group_offset is None else _moved(out, starts[..., :1])
+
+
+def by_blocks(
+    problem: RaggedDotProblem,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+) -> jax.Array:
+    """The result of a problem, block of rows by block of rows: in no more memory than operands and result take, and
+    with no row multiplied twice, which lax needs for every group."""
+    starts, sizes = bounds(group_sizes, problem.m)
+    if group_offset is not None:
+        starts, sizes = (_of_groups(x, group_offset, problem.groups) for x in (starts, sizes))
+    forward, block = problem.mode == "forward", min(_BLOCK, problem.m)
+    wide = wide_dtype(problem.dtype, problem.out_dtype)
+    options = {"precision": lax.Precision[problem.precision.upper()], "preferred_element_type": wide}
+
+    def add_block(i: jax.Array, begin: jax.Array, out: jax.Array) -> jax.Array:
+        """The rows of group i from `begin` on, of which a last block has some that were there before."""
+        first = jnp.minimum(begin, problem.m - block)
+        row = first + jnp.arange(block)
+        inside = ((row >= begin) & (row < starts[i] + sizes[i]))[:, None]
+        x = jnp.where(inside, lax.dynamic_slice_in_dim(lhs, first, block), 0)
+        if forward:
+            found = jnp.einsum(f"mk,{problem.rhs_order[1:]}->mn", x, rhs[i], **options)
+            before = lax.dynamic_slice_in_dim(out, first, block)
+            return lax.dynamic_update_slice_in_dim(out, jnp.where(inside, found, before), first, 0)
+        y = jnp.where(inside, lax.dynamic_slice_in_dim(rhs, first, block), 0)
+        return out.at[i].add(jnp.einsum("mk,mn->kn", x, y, **options))
+
+    def add_group(i: jax.Array, out: jax.Array) -> jax.Array:
+        count = -(-sizes[i] // block)
+        return lax.fori_loop(0, count, lambda j, out: add_block(i, starts[i] + j * block, out), out)
+
+    zeros = jnp.zeros(problem.out_shape, wide)
+    return lax.fori_loop(0, problem.groups, add_group, zeros).astype(problem.out_dtype)
 
 
 def _with_batch(x: jax.Array, dims: Sequence[int], shape: tuple[int, ...]) -> jax.Array:

@@ -41,6 +41,7 @@ PROFILES = (
 )
 MAX_TRACED_CALLS = 48  # the host takes longer to start short ones than they do
 SCREENING_CALLS = 24
+KIND_ROUNDS = 4
 LOCK_SECONDS = 0.2
 # For what runs while another search may hold the device: no CUDA graphs. A thread that launches one while another's
 # profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
@@ -61,6 +62,7 @@ class Contestant:
     error: str | None = None  # why it failed while it was timed
     module: str = ""  # as which the profiler knows it
     warm_us: float = 0.0  # a call's part of the last warm-up, which the host may have held up
+    of_kind: Callable[[int], Any] | None = None  # runs a call of one executable on operands of one kind alone
 
     @property
     def us(self) -> float:
@@ -120,7 +122,7 @@ class Bench:
 
     running: tuple[Candidate, float] | None = None
     waited = 0.0
-    _xlas: jax.Array | None = None  # the result of XLA's contestant, once that has run
+    _xlas: Sequence[jax.Array] = ()  # results of XLA's contestant for operands of each kind, once that has run
 
     def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
         self.problem = problem
@@ -128,7 +130,7 @@ class Bench:
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
-        self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))))
+        self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))), self.operation.kinds)
         drawn = [self.operation.random_operands(problem, i) for i in range(self.sets)]
         with self._device():
             self._inputs = jax.block_until_ready(jax.device_put(drawn))
@@ -139,13 +141,14 @@ class Bench:
         return math.ceil(self.sets / CALLED_TOGETHER)
 
     @functools.cached_property
-    def _reference(self) -> jax.Array:
-        """XLA's float32 result, by whichever of its kernels: none of them is timed, which would disturb what is. It
-        takes seconds to compile and may take one to run."""
+    def _references(self) -> list[jax.Array]:
+        """The float32 result for operands of each kind, by whichever of XLA's kernels: none of them is timed, which
+        would disturb what is. They take seconds to compile and may take one to run."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
         options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}
-        reference = jax.jit(lambda *operands: self.operation.reference(full, *operands), compiler_options=options)
-        return reference(*self._inputs[0])
+        function = self.operation.check or self.operation.reference
+        reference = jax.jit(lambda *operands: function(full, *operands), compiler_options=options)
+        return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
@@ -189,7 +192,8 @@ class Bench:
         with self._device() if times else contextlib.nullcontext():
             compiled = lowered.compile(compiler_options=WITHOUT_GRAPHS)
         run = lambda: [result for group in groups for result in compiled(group)]  # noqa: E731
-        return Contestant(candidate, run, module=f"jit_{every_set.__name__}")
+        of_kind = lambda kind: compiled([self._inputs[kind]] * len(groups[0]))  # noqa: E731
+        return Contestant(candidate, run, module=f"jit_{every_set.__name__}", of_kind=of_kind)
 
     def _has_chosen(self) -> bool:
         """Whether XLA has chosen its kernels for the problem, which it does for the next ones as well."""
@@ -209,19 +213,20 @@ class Bench:
         results = jax.block_until_ready(contestant.run())
         contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
         if contestant.candidate == XLA:
-            self._xlas = results[0]
+            self._xlas = results[: self.operation.kinds]
             return None
-        return self._wrong(results[0])
+        wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
+        return next(filter(None, wrong), None)
 
-    def _wrong(self, result: jax.Array) -> str | None:
-        """Why a result is. Most are near XLA's own; the others have their error compared with XLA's: its kernels differ
-        among themselves, by more than ours do where sums are long."""
+    def _wrong(self, kind: int, result: jax.Array) -> str | None:
+        """Why a result for operands of a kind is wrong. Most results are near XLA's own; the others have their error
+        compared with XLA's: its kernels differ among themselves, by more than ours do where sums are long."""
         accepted = TOLERANCE[self.problem.out_dtype]
-        if self._xlas is not None and float(_relative_error(result, self._xlas)) <= accepted:
+        if self._xlas and float(_relative_error(result, self._xlas[kind])) <= accepted:
             return None
-        error = float(_relative_error(result, self._reference))
-        if error > accepted and self._xlas is not None:
-            xlas = float(_relative_error(self._xlas, self._reference))
+        error = float(_relative_error(result, self._references[kind]))
+        if error > accepted and self._xlas:
+            xlas = float(_relative_error(self._xlas[kind], self._references[kind]))
             if xlas <= MOST_OF_XLAS * accepted:
                 accepted = max(accepted, 2 * xlas)
         if error <= accepted:
@@ -268,6 +273,21 @@ class Bench:
                 contestant.device_times = list(times)
             return True
         return False
+
+    def times_of_kinds(self, contestant: Contestant) -> list[float]:
+        """Microseconds of a call on operands of each kind alone, by the wall clock."""
+
+        def fastest(kind: int) -> float:
+            seconds = []
+            for _ in range(KIND_ROUNDS):
+                start = time.perf_counter()
+                jax.block_until_ready(contestant.of_kind(kind) if contestant.of_kind else None)
+                seconds.append(time.perf_counter() - start)
+            return min(seconds) / min(self.sets, CALLED_TOGETHER) * 1e6
+
+        with self._device():
+            kinds = range(self.operation.kinds)
+            return self._on_device(contestant.candidate, lambda: [fastest(kind) for kind in kinds])
 
     def _alone(self, contestant: Contestant) -> float:
         """A round by the wall clock, while no other search holds the device."""
@@ -356,9 +376,14 @@ def _run(contestant: Contestant, repeats: int) -> None:
     jax.block_until_ready(result)
 
 
-def _whole_groups(sets: int) -> int:
-    """At least so many sets that calls share them evenly."""
-    return sets if sets <= CALLED_TOGETHER else -(-sets // CALLED_TOGETHER) * CALLED_TOGETHER
+def _whole_groups(sets: int, kinds: int = 1) -> int:
+    """At least so many sets that calls share them evenly, as many of each kind."""
+    if sets <= CALLED_TOGETHER:
+        few = -(-sets // kinds) * kinds
+        if few <= CALLED_TOGETHER:
+            return few
+    each = math.lcm(CALLED_TOGETHER, kinds)
+    return -(-sets // each) * each
 
 
 def _attempt(what: Callable[[], Any]) -> Any:

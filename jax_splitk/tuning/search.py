@@ -22,6 +22,7 @@ import jax
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.runtime.plan import DevicePlan
@@ -53,6 +54,7 @@ FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower
 # a few of them do not say whether it is beaten. Of 72 searches made twice 6 came to another choice, 4 of them so.
 UNCLEAR = 1.01, 1.05
 UNCLEAR_ROUNDS = 7  # for those near the fastest where that is so
+BAD_ON_ONE = 1.5  # times as slow as the fastest finalist on one kind of operands: such a finalist is not chosen
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
 LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
@@ -131,6 +133,7 @@ class Search:
         # What is prepared at once. A GPU's kernels are compiled, which takes seconds.
         self._at_once = max(usable_cores(), 1 if key.target.platform == "cuda" else CPU_BATCH)
         self._compile_seconds = 0.0  # of as many
+        self._lacks_memory = False  # whether XLA cannot compute it for that reason
         self._limit = workspace_limit
         self._old = old
         self._first = first_round(key, ranking)
@@ -154,7 +157,7 @@ class Search:
             self._tell()
             self._refine(bench, taken)
             finalists = self._time_finalists(bench, xla)
-        if xla.error is not None:
+        if xla.error is not None and not (self._lacks_memory and self.contestants):
             if not self._took_the_context(xla):
                 raise RuntimeError(f"XLA cannot compute it: {xla.error}")
             _logger.warning(
@@ -164,7 +167,8 @@ class Search:
             return self._entry(XLA, self.contestants)
         if device.state.poisoned_by == self.key.problem:
             device.state.poisoned_by = None  # whatever failed, the device goes on
-        entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
+        working = self._steady(bench, _working(finalists))
+        entry = self._entry(decide(working, xla, self._predicted).candidate, self.contestants)
         times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
         return entry
@@ -201,9 +205,14 @@ class Search:
             meanwhile.submit(self._compile_now, first[: self._at_once])
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
             prepared, failed = bench.prepare([XLA])
-        if not prepared:
-            raise RuntimeError(f"XLA cannot compute it: {failed[0].error}")
-        (self.xla,) = prepared
+        if prepared:
+            (self.xla,) = prepared
+            return bench, self.xla
+        error = str(failed[0].error)
+        if "RESOURCE_EXHAUSTED" not in error:
+            raise RuntimeError(f"XLA cannot compute it: {error}")
+        self.failures += failed  # it takes more memory than there is, which ours may not
+        self._lacks_memory, self.xla = True, Contestant(XLA, lambda: None, error=error)
         return bench, self.xla
 
     def _compile_now(self, candidates: list[Candidate]) -> None:
@@ -269,7 +278,7 @@ class Search:
 
     def _tell(self) -> None:
         """How far it is, for the user."""
-        if self.xla is not None and self.contestants:
+        if self.xla is not None and self.xla.error is None and self.contestants:
             searches.state.progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
@@ -291,7 +300,8 @@ class Search:
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
         rounds = DEVICE_ROUNDS if self._now() < self._last else LATE_ROUNDS
-        if xla.error is not None or not bench.time_on_device([*finalists, xla], rounds, PROFILES):
+        failed = xla.error is not None and not self._lacks_memory
+        if failed or not bench.time_on_device(_working([*finalists, xla]), rounds, PROFILES):
             bench.time_again([*finalists, xla], 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
         elif self._now() < self._last and self._is_unclear(_working(finalists)):
             fastest = _fastest(_working(finalists))
@@ -299,6 +309,19 @@ class Search:
             if bench.time_on_device(near, UNCLEAR_ROUNDS, PROFILES):
                 return [c for c in near if c is not xla]
         return finalists
+
+    def _steady(self, bench: Bench, finalists: list[Contestant]) -> list[Contestant]:
+        """Those that lose badly on no kind of operands; all where each does on some. The mean does not show it."""
+        if OPERATIONS[self.key.problem.op].kinds == 1 or len(finalists) < 2:
+            return finalists
+        times = [bench.times_of_kinds(contestant) for contestant in finalists]
+        best = [min(kind) for kind in zip(*times, strict=True)]
+        steady = [
+            contestant
+            for contestant, own in zip(finalists, times, strict=True)
+            if all(mine <= BAD_ON_ONE * least for mine, least in zip(own, best, strict=True))
+        ]
+        return steady or finalists
 
     def _is_unclear(self, finalists: list[Contestant]) -> bool:
         """Whether it is that the fastest beats the model's own choice, or does not."""
