@@ -3,8 +3,8 @@
 python -m benchmarks.experts [--json benchmarks/results/experts_h100.json] [--tiny]
 
 The block is 4096 wide, with 64 experts of 1536 hidden units (SwiGLU), of which each token goes through 8. Weights are
-float32, arithmetic is bfloat16. It trains on 16,384 tokens, where lax takes more memory than a GPU has, and on 1,024
-tokens, where it does not, so that losses are compared.
+float32, arithmetic is bfloat16. It trains on 16,384 tokens, for which lax needs more memory than a GPU has, and on
+1,024 tokens, for which it does not, so that losses can be compared.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Weights = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The sizes of a block; `chosen` experts compute each token."""
+    """The sizes of a block; each token goes through `chosen` experts."""
 
     tokens: int
     width: int = 4096
@@ -67,12 +67,12 @@ class Block:
 
 
 def memory_bytes() -> float:
-    """What the device has; infinity where it does not say."""
+    """The memory of the device; infinity if it does not say."""
     return float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", np.inf))
 
 
 def trained(block: Block, intercepted: bool, steps: int) -> dict[str, Any]:
-    """Losses, milliseconds of a step and bytes; without losses where the program takes more memory than there is."""
+    """Losses, milliseconds of a step and bytes; without losses if the program needs more memory than there is."""
     x, target = jax.random.normal(jax.random.key(1), (2, block.tokens, block.width))
     weights = jax.eval_shape(block.weights, jax.random.key(0))
     start = time.perf_counter()
@@ -103,7 +103,7 @@ def trained(block: Block, intercepted: bool, steps: int) -> dict[str, Any]:
 
 
 def line(found: dict[str, Any]) -> Sequence[str]:
-    """Of the table."""
+    """A row of the table."""
     ms, losses = found.get("ms"), found.get("losses")
     return [
         str(found["tokens"]),

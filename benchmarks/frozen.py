@@ -33,7 +33,7 @@ STEPS = 5
 ROUNDING = 0.02  # of losses, relative: XLA may choose other kernels of its own
 
 
-def here(name: str, tiny: bool, frozen: bool) -> dict[str, Any]:
+def run_step(name: str, tiny: bool, frozen: bool) -> dict[str, Any]:
     """The figures of one of the two processes."""
     (model,) = models.find([name], tiny)
     data, params = jax.device_put((model.data(np.random.default_rng(1)), model.initial()))
@@ -51,7 +51,7 @@ def here(name: str, tiny: bool, frozen: bool) -> dict[str, Any]:
     return {**found, "losses": variant.run(data, STEPS)[1], "environment": report.environment()}
 
 
-def both(name: str, tiny: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def tune_and_run(name: str, tiny: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures of a model, and the environment in which they were found.
 
     Raises:
@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--here", choices=("tuned", "frozen"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.here:
-        print(json.dumps(here(options.models[0], options.tiny, options.here == "frozen")))
+        print(json.dumps(run_step(options.models[0], options.tiny, options.here == "frozen")))
         return 0
-    found = [both(name, options.tiny) for name in options.models]
+    found = [tune_and_run(name, options.tiny) for name in options.models]
     for figures, _ in found:
         report.say(json.dumps(figures))
     if options.json is not None:

@@ -62,13 +62,13 @@ class Result(Measured):
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Their times over ours: above 1 where we are faster."""
+        """The contestants' times over ours: above 1 where we are faster."""
         first = next(iter(self.times.values()))
         return {name: found.us / first["ours"].us for name, found in first.items() if name != "ours"}
 
     @property
     def slowdowns(self) -> dict[str, float]:
-        """Our time with other kinds of sizes over that with the first."""
+        """Our time with each other kind of sizes, over that with the first kind."""
         return {kind: found["ours"].us / self.ours.us for kind, found in list(self.times.items())[1:]}
 
 
@@ -91,7 +91,7 @@ def of_lax(case: Case) -> Callable[..., jax.Array]:
 
 
 def operand_sets(case: Case) -> list[tuple[jax.Array, ...]]:
-    """Sets of operands that together do not fit in the L2; one where it is large."""
+    """Sets of operands that together do not fit in the L2; a single one if it is large."""
     each = sum(math.prod(shape) for shape in case.shapes) * jnp.dtype(case.dtype).itemsize
     count = min(MAX_SETS, math.ceil(ROTATED_BYTES / each)) if on_gpu() else 1
     x, y = case.shapes
@@ -144,7 +144,7 @@ def run(case: Case, options: argparse.Namespace, torch: Any) -> Result:
 
 
 def fastest_config(case: Case, compiled: Callable[..., Any], sets: Sequence[tuple[jax.Array, ...]], count: int) -> Any:
-    """The fastest of the `count` most promising configs; None, for what is chosen without one, where it is 0."""
+    """The fastest of the `count` most promising configs; None for a count of 0, so that selection chooses."""
     target, problem = target_for(local_platform()), case.problem()
     family = next(f for f in kernels.families(problem.op, target.platform) if f.refusal(problem) is None)
     tried = {str(config): config for config in family.candidates(problem, target)[:count]}
@@ -158,7 +158,7 @@ def fastest_config(case: Case, compiled: Callable[..., Any], sets: Sequence[tupl
 
 
 def of_torch(torch: Any, case: Case, count: int) -> Callable[..., Launched]:
-    """PyTorch's grouped product on operands of its own, so many sets in turns."""
+    """PyTorch's grouped product on `count` sets of operands of its own, in turns."""
 
     def draw(shape: tuple[int, ...]) -> Any:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -236,7 +236,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Geometric means over the layers that are trained, by pass: TFLOP/s, and others' times over ours."""
+    """Geometric means over the training layers, by pass: TFLOP/s, and the contestants' times over ours."""
     found: dict[str, dict[str, float]] = {}
     for which, out in (*((which, "bfloat16") for which in PASSES), ("rhs_gradient", "float32")):
         some = [r for r in results if (r.case.which, r.case.out_dtype) == (which, out) and r.case.kind == "training"]
@@ -249,7 +249,7 @@ def summary(results: Sequence[Result]) -> dict[str, dict[str, float]]:
 
 
 def line(result: Result) -> str:
-    """For people, while the benchmark runs."""
+    """A line to print while the benchmark runs."""
     ratios = [f"{name} {ratio:.2f}x" for name, ratio in result.ratios.items()]
     ratios += [f"{name} left out: {why}" for name, why in result.left_out.items()]
     ratios += [f"{kind} {slower:.2f}" for kind, slower in result.slowdowns.items()]
@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             results.append(run(case, options, torch))
             say(line(results[-1]))
-        except Exception as problem:  # one case must not cost the others
+        except Exception as problem:  # continue with the other cases
             failures[case.name] = traceback.format_exc()
             say(report.failed_line(case.name, problem))
         if options.json:  # after every case, so that a run that is cut short loses nothing

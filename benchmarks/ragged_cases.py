@@ -1,4 +1,4 @@
-"""Named grouped products: those that benchmarks.ragged reports, and how their rows are shared among the groups."""
+"""Named grouped products for benchmarks.ragged, and the division of their rows among the groups."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import numpy as np
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.ragged_reference import group_sizes
 
-# Tokens, k, n and experts of layers that people train, and of two that decode.
+# Tokens, k, n and experts of layers in training, and of two layers in decoding.
 TRAINING = (
     (393216, 2048, 768, 128),
     (131072, 4096, 1536, 128),
@@ -22,7 +22,7 @@ TRAINING = (
 DECODING = ((64, 4096, 14336, 8), (128, 2048, 1408, 64))
 PASSES = ("forward", "lhs_gradient", "rhs_gradient")
 
-# How rows are shared among groups: "random" is what others measure with.
+# How rows are divided among groups: other benchmarks use "random".
 SIZES = ("random", "zipf", "one_hot")
 
 
@@ -55,12 +55,12 @@ class Case:
 
     @property
     def groups(self) -> Iterable[str]:
-        """The words that select it."""
+        """The words that select the case."""
         return self.layer, self.kind, self.which, self.out_dtype
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the two operands; the weights [experts, k, n] in both passes that read them."""
+        """Shapes of the two operands; the weights are [experts, k, n] in both passes that read them."""
         if self.which == "rhs_gradient":
             return (self.m, self.k), (self.m, self.n)
         return (self.m, self.k if self.which == "forward" else self.n), (self.experts, self.k, self.n)
@@ -72,7 +72,7 @@ class Case:
         return RaggedDotProblem(mode, self.experts, self.m, k, n, self.dtype, self.out_dtype, rhs_order=order)
 
     def shrunk(self) -> "Case":
-        """Small enough for a CPU."""
+        """The case in a size for a CPU."""
         k, n = (max(8, side // 256 * 8) for side in (self.k, self.n))
         return dataclasses.replace(self, m=max(32, self.m // 512), k=k, n=n, experts=max(2, self.experts // 16))
 

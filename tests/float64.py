@@ -63,8 +63,7 @@ def _conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.n
 
 
 def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """The same by one matrix product for each feature group in NumPy, for small problems; batch groups are not
-    covered."""
+    """dW for small problems, by one matrix product for each feature group in NumPy; batch groups are not covered."""
     p, groups = problem, problem.feature_group_count
     group_in, group_out = p.in_channels // groups, p.out_channels // groups
     columns = g.astype(np.float64).reshape(p.reduction_size, groups, group_out)

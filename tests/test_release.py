@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 
 
 class Repository:
-    """A repository of its own with the files that a release depends on, ready for one."""
+    """A repository with the files that a release depends on, ready for a release."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder

@@ -120,7 +120,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout]:
     if not hasattr(w, "qvalue"):
         accepted = "QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor"
         if hasattr(w, "shape"):
-            accepted += "; of an array: jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64)), once"
+            accepted += "; to pack an array once: jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64))"
         raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}")
     q = per_feature(w)
     layout = Layout((q.shape[0], q.shape[1]), str(q.qtype), q.group_size, None)

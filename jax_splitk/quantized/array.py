@@ -60,7 +60,7 @@ class QuantizedArray(Weight):
       zero_point: what represents 0, of scale's shape and of dtype int4, uint4, int8, uint8 or one of scale's; None for
         0. Integer formats only. It need not be in the elements' range, but in its own dtype's: 16 of uint4 elements
         (GPTQ has it) is an int8 or uint8, since uint4 wraps to 0.
-      qtype: the name of the format (static); None takes that of qvalue's dtype.
+      qtype: the name of the format (static); None stands for the format of qvalue's dtype.
 
     Examples:
       >>> q = jax_splitk.QuantizedArray(jnp.ones((64, 8), jnp.int8), jnp.full((2, 8), 0.5))
@@ -198,7 +198,7 @@ def quantize(
       w.shape[axis] / group_size along `axis`.
 
     Raises:
-      TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above, `symmetric` is no bool.
+      TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above, `symmetric` is not a bool.
       ValueError: `axis` or `group_size` no integer, out of range or no divisor, `symmetric` with a format that has no
         such form.
 

@@ -84,7 +84,9 @@ def compile_source(source: Source) -> Compiled:
     key = source_key(source)
     with _in_flight.setdefault(key, threading.Lock()):  # one thread compiles, the others wait for its result
         if key not in _memory:
-            _memory[key] = _found(source) or _kept(source, pool.take(key) or _machine_code(source, in_worker=False))
+            _memory[key] = _from_caches(source) or _stored(
+                source, pool.take(key) or _machine_code(source, in_worker=False)
+            )
     return _memory[key]
 
 
@@ -130,13 +132,13 @@ def _submit(key: str, source: Source, *, urgent: bool) -> Any:
     return pool.submit(key, functools.partial(_machine_code, source, in_worker=True), urgent=urgent)
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     """Replaces the pool in a forked process, which has none of its threads."""
     pool.__init__()
     _in_flight.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 atexit.register(pool.close)
 
 
@@ -148,12 +150,12 @@ def held(source: Source) -> Compiled | None:
     """
     key = source_key(source)
     with _in_flight.setdefault(key, threading.Lock()):
-        if key not in _memory and (found := _found(source)) is not None:
+        if key not in _memory and (found := _from_caches(source)) is not None:
             _memory[key] = found
     return _memory.get(key)
 
 
-def _found(source: Source) -> Compiled | None:
+def _from_caches(source: Source) -> Compiled | None:
     """`held`, from a cache."""
     has_compiler = toolchain.unavailable() is None
     found = _load(content_key(source)) if has_compiler else None
@@ -207,7 +209,7 @@ def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str
     return nvrtc.compile(source.text(with_lines=True), source.file, options)
 
 
-def _kept(source: Source, found: tuple[bytes | None, str]) -> Compiled:
+def _stored(source: Source, found: tuple[bytes | None, str]) -> Compiled:
     """Keeps a compilation's result in memory and on disk. Raises CompilationError if it has no machine code."""
     compiled = _compiled(source, found)
     folder = disk.cache_dir()
@@ -237,7 +239,7 @@ def _folders() -> list[pathlib.Path]:
 
 
 def _is_stored(source: Source) -> bool:
-    """Whether a cache has a file for `_found`. The file may be damaged."""
+    """Whether a cache has a file for `_from_caches`. The file may be damaged."""
     names = [_file(content_key(source))] if toolchain.unavailable() is None else []
     if not names or disk.mode() != "update":
         names.append(_file(f"{source_key(source)}-*"))

@@ -7,7 +7,7 @@ import platform as this_machine
 
 import jax
 
-from jax_splitk.runtime.cores import granted_cores
+from jax_splitk.runtime.cores import affinity_cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _hardware_threads() -> int:
     """The number of threads in XLA's pool: NPROC, else the cores that this process may use (a container may grant
     few)."""
     given = os.environ.get("NPROC", "")
-    return int(given) if given.isdecimal() and int(given) > 0 else granted_cores()
+    return int(given) if given.isdecimal() and int(given) > 0 else affinity_cores()
 
 
 def hopper_refusal(target: Target | None) -> str | None:

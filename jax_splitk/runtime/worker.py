@@ -51,12 +51,12 @@ class _Started:
 _started = _Started()
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     """Replaces the lock in a forked process, where nobody would release it."""
     _started.lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def available() -> bool:

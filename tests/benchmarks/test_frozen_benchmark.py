@@ -39,10 +39,10 @@ def test_another_choice_or_result_is_an_error(
 
     monkeypatch.setattr(frozen, "_run", run)
     if message is None:
-        assert frozen.both("mlp_256", tiny=True)[0]["ours"] == 2
+        assert frozen.tune_and_run("mlp_256", tiny=True)[0]["ours"] == 2
     else:
         with pytest.raises(RuntimeError, match=message):
-            frozen.both("mlp_256", tiny=True)
+            frozen.tune_and_run("mlp_256", tiny=True)
 
 
 def test_a_process_that_fails_is_said() -> None:

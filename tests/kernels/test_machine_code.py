@@ -312,7 +312,7 @@ def quantized_products() -> list[Problem]:
 
 
 def grouped_products() -> list[Problem]:
-    """Of every pass and dtype, with many rows a group and with few."""
+    """Grouped products of every pass and dtype, with many rows in a group and with few."""
     sizes = ((32768, 2880, 2048, 32), (64, 4096, 1408, 8), (300, 136, 328, 70))
     types = list(itertools.product(("bfloat16", "float16"), ("bfloat16", "float16", "float32")))
     modes = [("forward", order) for order in RHS_ORDERS] + [("rhs_gradient", "gkn")]

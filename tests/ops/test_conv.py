@@ -229,8 +229,8 @@ DERIVATIVES = ((True, 0), (True, 1), (False, 0), (True, (0, 1)), (False, 1), (Fa
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_derivatives_of_one_jitted_function_one_after_the_other(size: int) -> None:
-    """JAX keeps one residual tree of a traced call for all derivatives. lhs and rhs have the same shape, to hide no
-    confusion."""
+    """JAX keeps one residual tree of a traced call for all derivatives. lhs and rhs have the same shape, so that
+    exchanging them would not raise an error."""
     conv = Conv((size, size), (3, 3), 3, (3, 3), padding="SAME", dimension_numbers=NHWC)
     lhs, rhs, _ = conv.integers(generator(14))
     loss = lambda fn: lambda x, w: jnp.sum(jnp.sin(fn(x, w) / 8))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Files: the cache's folder, reads, owners of code, and temporary files."""
+"""Files: the cache's folder, reading files, owners of code, and temporary files."""
 
 import errno
 import functools

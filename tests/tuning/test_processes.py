@@ -1,5 +1,5 @@
-"""Several processes: one cache without lost or corrupt entries, one decision for a job, and artefacts that need
-neither."""
+"""Several processes: one cache without lost or corrupt entries, one decision for a job, and exported functions that
+need no cache."""
 
 import pathlib
 import socket

@@ -36,7 +36,7 @@ KEYS = [key_for(Case("x", 4 + i, 8, 8, 8, 8, (3, 3), dtype="float32").problem(),
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is one."""
+    """A stream whose `isatty` says that it is a terminal."""
 
     encoding = "utf-8"
 

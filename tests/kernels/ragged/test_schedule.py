@@ -79,7 +79,7 @@ def schedule(
 
 
 def check(work: list[list[Item]], stages: list[int], tiles: int) -> None:
-    """Of a schedule for matrices with so many stages, each of so many tiles."""
+    """Checks a schedule for matrices with `stages` stages, each with `tiles` tiles."""
     workers, pieces = len(work), collections.defaultdict(list)
     for item in (item for items in work for item in items):
         pieces[item.matrix, item.tile].append(item)
