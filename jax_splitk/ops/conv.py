@@ -153,9 +153,14 @@ def conv_fprop(
     geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     conv = convolution(lhs.shape, rhs.shape, *geometry, feature_group_count, batch_group_count, precision)
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or lhs.dtype
-    arithmetic = {"compute_dtype": lhs.dtype.name, "out_dtype": out_dtype.name}
-    again = options.of_another_pass(implied=False)
-    return ConvFprop(convolution=conv, **arithmetic, options=options, wgrad_options=again).bind(lhs, rhs)
+    call = ConvFprop(
+        convolution=conv,
+        compute_dtype=lhs.dtype.name,
+        out_dtype=out_dtype.name,
+        options=options,
+        wgrad_options=options.of_another_pass(implied=False),
+    )
+    return call.bind(lhs, rhs)
 
 
 def conv_dgrad(

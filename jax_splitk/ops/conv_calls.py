@@ -157,13 +157,14 @@ class ConvFprop(ConvCall):
         return self.compute_dtype
 
     def type_of(self, *avals: Any) -> Any:
-        avals = tuple(x.update(dtype=jnp.dtype(self.compute_dtype), weak_type=False) for x in avals)
+        lhs, rhs = (x.update(dtype=jnp.dtype(self.compute_dtype), weak_type=False) for x in avals)
         out_type, out_dtype = self.convolution.out_type, self.out_dtype
         if self.options.implied or self.out_sharding is not None:
-            return out_type(*avals, out_dtype, self.out_sharding)
+            return out_type(lhs, rhs, out_dtype, self.out_sharding)
         # By explicit axes lax is strict where the rule decides.
-        lhs, rhs = (_compat.like(x, x.shape, x.dtype) for x in avals)
-        return partitioning.with_explicit_sharding(out_type(lhs, rhs, out_dtype, None), self, avals)
+        plain_lhs, plain_rhs = (_compat.like(x, x.shape, x.dtype) for x in (lhs, rhs))
+        out = out_type(plain_lhs, plain_rhs, out_dtype, None)
+        return partitioning.with_explicit_sharding(out, self, (lhs, rhs))
 
     def in_lax(self, problem: ConvProblem | None, out: Any) -> Callable[..., jax.Array]:
         sharding = self.out_sharding if problem is None else None
@@ -179,20 +180,19 @@ class ConvFprop(ConvCall):
 class ConvDgrad(ConvCall):
     """The gradient of the input, as lax's own transpose rule makes it; bilinear in (g, rhs)."""
 
-    shape: tuple[Any, ...]
-
     kind = ConvDgradProblem
     primitive = conv_dgrad_p
 
     def type_of(self, *avals: Any) -> Any:
-        out = self._plain_type(*avals, self.out_dtype)
+        g, rhs = avals
+        out = self._plain_type(g, rhs, self.out_dtype)
         if self.out_sharding is not None:
             return out.update(sharding=self.out_sharding)
         return partitioning.with_explicit_sharding(out, self, avals)
 
     def _plain_type(self, g: Any, rhs: Any, dtype: Any) -> Any:
         """The result's type, not sharded by explicit axes."""
-        return _compat.like(g if _compat.aval_vma(g) else rhs, self.shape, dtype)
+        return _compat.like(g if _compat.aval_vma(g) else rhs, self.shape or (), dtype)
 
     def in_lax(self, problem: ConvProblem | None, out: Any) -> Callable[..., jax.Array]:
         def transposed(g: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -213,14 +213,12 @@ class ConvDgrad(ConvCall):
 class ConvWgrad(ConvCall):
     """The gradient of the weight; bilinear in (lhs, g)."""
 
-    shape: tuple[int, ...]
-
     kind = ConvWgradProblem
     primitive = conv_wgrad_p
 
     def type_of(self, *avals: Any) -> Any:
         lhs, g = avals
-        out = _compat.like(lhs if _compat.aval_vma(lhs) else g, self.shape, self.out_dtype)
+        out = _compat.like(lhs if _compat.aval_vma(lhs) else g, self.shape or (), self.out_dtype)
         return partitioning.with_explicit_sharding(out, self, avals)
 
     def in_lax(self, problem: Any, out: Any) -> Callable[..., jax.Array]:

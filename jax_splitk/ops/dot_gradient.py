@@ -25,8 +25,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: DotCall) -> t
     if epilogue.activation != "none":
 
         def of_moving(*given: jax.Array) -> jax.Array:
-            changed = dict(zip(moving, given, strict=True))
-            return call.composed(*(changed.get(i, x) for i, x in enumerate(primals)))
+            changed = {**dict(enumerate(primals)), **dict(zip(moving, given, strict=True))}
+            return call.composed(*changed.values())
 
         return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
     out = call.bind(*primals)

@@ -83,8 +83,8 @@ def _equation(eqn: core.JaxprEqn) -> _Equation:
     avals: list[Any] = [var.aval for var in (*eqn.invars, *eqn.outvars)]
     conv = of_equation(eqn)
     pairs = zip(avals, conv.dimension_numbers, strict=True)
-    shapes = (tuple(aval.shape[axis] for axis in spec) for aval, spec in pairs)
-    return _Equation(conv, *shapes, jnp.dtype(avals[0].dtype).name, jnp.dtype(avals[2].dtype).name)
+    lhs, rhs, out = (tuple(aval.shape[axis] for axis in spec) for aval, spec in pairs)
+    return _Equation(conv, lhs, rhs, out, jnp.dtype(avals[0].dtype).name, jnp.dtype(avals[2].dtype).name)
 
 
 def _low(conv: Convolution) -> tuple[int, ...]:
