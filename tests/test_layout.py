@@ -221,6 +221,33 @@ def test_a_kernel_with_a_skeleton_of_its_own_would_be_seen(text: str) -> None:
     assert SKELETON.search(text)
 
 
+# ---- parameters of primitives --------------------------------------------------------------------------------------
+
+
+def looks_parameters_up(tree: ast.Module) -> list[int]:
+    """Lines that take a parameter of an equation by its name as a string, rather than a field of its call."""
+    subscripts = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript | ast.Call))
+    found = []
+    for node in subscripts:
+        called = (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop")
+        )
+        of = node.value if isinstance(node, ast.Subscript) else node.func.value if called else None  # pyright: ignore
+        key = node.slice if isinstance(node, ast.Subscript) else next(iter(node.args), None)
+        named = isinstance(key, ast.Constant) and isinstance(key.value, str)
+        if of is not None and named and ast.unparse(of).endswith("params"):
+            found.append(node.lineno)
+    return found
+
+
+def test_a_primitive_has_one_parameter_whose_fields_are_not_looked_up_by_strings() -> None:
+    assert not offenders(python("jax_splitk"), lambda path: looks_parameters_up(parsed(path)))
+    for text in ('params["options"]', 'eqn.params["padding"]', 'params.get("dtype")', 'params.pop("dtype")'):
+        assert looks_parameters_up(ast.parse(text)) == [1]
+    for text in ("params[i]", "params[name]", 'fields["params"]', "self.params"):
+        assert not looks_parameters_up(ast.parse(text))
+
+
 # ---- how it is written ---------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,7 @@ def _to_measure(asked: Iterable[tuple[Problem, Options]], *, again: bool, exact:
     """The problems that `tune` would measure on this machine."""
     found: dict[Problem, None] = {}
     os.environ["JAX_SPLITK_AUTOTUNE"] = "on_miss"
-    with watch.state.watching(again=again, exact=exact, alone=True):
+    with watch.state.watching(again=again, exact=exact, forward_only=True):
         for problem, given in asked:
             key = key_for(problem, target_for(local_platform()))
             ours = given.implementation != "xla" and only_xla(problem) is None and is_served(key, given.workspace_limit)
@@ -134,7 +134,7 @@ def _decided(arguments: argparse.Namespace, *, measure: bool) -> tuple[Explanati
             stack.enter_context(_stdout_on_stderr())
         exact = measure and isinstance(what, list)  # problems that are named are measured themselves
         again = measure and arguments.again
-        watched = stack.enter_context(watch.state.watching(again=again, exact=exact, alone=measure))
+        watched = stack.enter_context(watch.state.watching(again=again, exact=exact, forward_only=measure))
         target = target_for(platform)
         if isinstance(what, list):
             decisions = _of_problems(what, target, arguments, measure)

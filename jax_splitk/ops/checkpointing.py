@@ -1,7 +1,7 @@
 """Policies of `jax.checkpoint` on the operations of this package.
 
-A policy decides by lax's primitives: `dots_saveable`, for one, saves the results of `dot_general` and
-`conv_general_dilated`. What it says of such an operation of lax, it says here of the operation that takes its place.
+A policy looks at lax's primitives: `dots_saveable`, for one, saves the results of `dot_general` and
+`conv_general_dilated`. For an operation of ours it is asked about lax's operation, and its answer holds for ours.
 """
 
 import functools
@@ -12,19 +12,17 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
+from jax_splitk.ops.call import call_of
 from jax_splitk.runtime import _compat
 
-# From the types of an equation's operands and its parameters: the operand types and the parameters of lax's equation.
-_AsLax = Callable[[Sequence[Any], dict[str, Any]], tuple[Sequence[Any], dict[str, Any]]]
 
-
-def saved_as(primitive: core.Primitive, lax_primitive: core.Primitive, as_lax: _AsLax) -> None:
+def define(primitive: core.Primitive, lax_primitive: core.Primitive) -> None:
     """Gives a primitive the rule by which a policy treats its equations as those of `lax_primitive`."""
 
     def rule(policy: Callable[..., Any], unknown: Sequence[bool], known: Sequence[bool], eqn: Any) -> Any:
         if any(unknown):
             return None, eqn, [True], [True], _missing(eqn, known)
-        avals, params = as_lax([x.aval for x in eqn.invars], eqn.params)
+        avals, params = call_of(eqn).as_lax([x.aval for x in eqn.invars])
         answer = policy(lax_primitive, *avals, **params)
         if (spaces := _compat.offload_spaces(answer)) is not None:
             return _offloaded(eqn, *spaces)

@@ -10,10 +10,8 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.ops import conv_dgrad as _dgrad  # noqa: F401 - the passes' rules
-from jax_splitk.ops import conv_fprop as _fprop  # noqa: F401
-from jax_splitk.ops import conv_wgrad as _wgrad  # noqa: F401
-from jax_splitk.ops.conv_primitives import bind_dgrad, bind_fprop, bind_wgrad, with_output_of
+from jax_splitk.ops import conv_gradient as _gradient  # noqa: F401 - the passes' rules
+from jax_splitk.ops.conv_calls import ConvDgrad, ConvFprop, bind_wgrad, with_output_of
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
@@ -155,7 +153,14 @@ def conv_fprop(
     geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     conv = convolution(lhs.shape, rhs.shape, *geometry, feature_group_count, batch_group_count, precision)
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or lhs.dtype
-    return bind_fprop(lhs, rhs, conv, lhs.dtype, out_dtype, None, options, options.of_another_pass(quiet=False))
+    call = ConvFprop(
+        convolution=conv,
+        compute_dtype=lhs.dtype.name,
+        out_dtype=out_dtype.name,
+        options=options,
+        wgrad_options=options.of_another_pass(implied=False),
+    )
+    return call.bind(lhs, rhs)
 
 
 def conv_dgrad(
@@ -220,7 +225,8 @@ def conv_dgrad(
     conv = convolution(shape, rhs.shape, *geometry, feature_group_count, batch_group_count, precision)
     conv = with_output_of(conv, shape, rhs.shape, g.shape)
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or g.dtype
-    return bind_dgrad(conv, g, rhs, shape, out_dtype, None, options, options.of_another_pass(quiet=False))
+    given = {"shape": shape, "out_dtype": out_dtype.name, "options": options}
+    return ConvDgrad(convolution=conv, **given, wgrad_options=options.of_another_pass(implied=False)).bind(g, rhs)
 
 
 def conv_general_dilated(
@@ -306,11 +312,19 @@ def conv_general_dilated(
     out_dtype = _float_dtype("preferred_element_type", preferred_element_type) or compute
     if out_sharding is not None:
         out_sharding = _out_sharding(conv, lhs.astype(compute), rhs.astype(compute), out_sharding)
-    return bind_fprop(lhs, rhs, conv, compute, out_dtype, out_sharding, options.of_another_pass(alone=True), options)
+    call = ConvFprop(
+        convolution=conv,
+        compute_dtype=compute.name,
+        out_dtype=out_dtype.name,
+        out_sharding=out_sharding,
+        options=options.of_another_pass(forward_only=True),
+        wgrad_options=options,
+    )
+    return call.bind(lhs, rhs)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: str = ", or compute_dtype=") -> None:
-    """Of the forward convolution, which `compute_dtype` converts or not."""
+    """Checks lhs and rhs of a forward convolution; `converted`: whether `compute_dtype` converts them."""
     if not converted:
         _check_dtypes(lhs, "rhs", rhs, or_else)
     elif jnp.iscomplexobj(lhs) or jnp.iscomplexobj(rhs):
@@ -322,7 +336,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: st
 
 
 def _announce_lax(dtype: np.dtype, options: Options) -> None:
-    """A line in the log for operands that no weight gradient is for; NotImplementedError where one was asked for."""
+    """Logs that lax computes operands of this dtype; NotImplementedError where a kernel was asked for explicitly."""
     why = f"operands of {dtype}; accepted: {', '.join(DTYPES)}"
     if options.implementation not in (None, "xla") or options.config is not None:
         given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
@@ -332,7 +346,7 @@ def _announce_lax(dtype: np.dtype, options: Options) -> None:
 
 
 def _out_sharding(conv: Convolution, lhs: jax.Array, rhs: jax.Array, out_sharding: Any) -> Any:
-    """What lax makes of the argument, in which lax fills in the mesh in force."""
+    """The sharding of the result that lax derives from the argument and the mesh in force."""
     try:
         out = jax.make_jaxpr(lambda lhs, rhs: conv(lhs, rhs, out_sharding=out_sharding))(lhs, rhs).out_avals[0]
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""vmap of the passes of a convolution: a mapped axis becomes a part of dimensions that the pass has anyway."""
+"""vmap of a convolution's passes: the mapped axis is folded into a dimension that the pass already has."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -9,45 +9,48 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import batching
 
+from jax_splitk.ops.conv_calls import ConvCall
 from jax_splitk.ops.convolution import Convolution
 from jax_splitk.ops.folding import fold_into, mapped_size, one_by_one, unfold_from
-from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import _compat
 
 
-def define(primitive: core.Primitive, kind: type[ConvProblem]) -> None:
-    """Gives the primitive of a pass its rule for vmap. A config is for the pass that the caller sees, so it gets a
-    loop."""
-    shape_name = f"{kind.result}_shape"
+def define(primitive: core.Primitive) -> None:
+    """Gives the primitive of a pass its rule for vmap.
 
-    def batch(axis: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
+    With an explicit config it is a loop: the config was made for the pass that the caller sees.
+    """
+
+    def batch(
+        axis: Any, args: Sequence[jax.Array], dims: Sequence[int | None], *, call: ConvCall
+    ) -> tuple[jax.Array, int | None]:
         if all(dim is None for dim in dims):  # JAX calls a fancy rule also where no operand is mapped
-            return primitive.bind(*args, **params), None
-        conv, mapped = params["convolution"], dict(zip(kind.operands, zip(args, dims, strict=True), strict=True))
+            return call.bind(*args), None
+        conv, kind, shape = call.convolution, call.kind, call.shape
+        mapped = dict(zip(kind.operands, zip(args, dims, strict=True), strict=True))
         size = mapped_size(args, dims)
         if size == 0:
             shapes = ([n for i, n in enumerate(x.shape) if i != dim] for x, dim in mapped.values())
             one = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in shapes]
-            shape = params[shape_name] if shape_name in params else jax.eval_shape(conv, *one).shape
-            return _compat.vary_like(jnp.zeros((0, *shape), params["out_dtype"]), *args), 0
-        if params["options"].config is not None:
-            return one_by_one(primitive, args, dims, params), 0
+            shape = jax.eval_shape(conv, *one).shape if shape is None else shape
+            return _compat.vary_like(jnp.zeros((0, *shape), call.out_dtype), *args), 0
+        if call.options.config is not None:
+            return one_by_one(args, dims, call), 0
         arrays = {kind.result, *(name for name, (_, dim) in mapped.items() if dim is not None)}
-        params["convolution"], places = _widened(conv, arrays, size)
+        conv, places = _widened(conv, arrays, size)
         operands = (x if dim is None else fold_into(x, dim, *places[name]) for name, (x, dim) in mapped.items())
         out_dim, groups = places[kind.result]
-        if shape_name in params:
-            params[shape_name] = tuple(n * size if i == out_dim else n for i, n in enumerate(params[shape_name]))
-        if "out_sharding" in params:
-            params["out_sharding"] = _compat.mapped_sharding(params["out_sharding"], axis, out_dim)
-        return unfold_from(primitive.bind(*operands, **params), out_dim, size, groups), out_dim
+        shape = shape and tuple(n * size if i == out_dim else n for i, n in enumerate(shape))
+        sharding = _compat.mapped_sharding(call.out_sharding, axis, out_dim)
+        call = dataclasses.replace(call, convolution=conv, shape=shape, out_sharding=sharding)
+        return unfold_from(call.bind(*operands), out_dim, size, groups), out_dim
 
     batching.fancy_primitive_batchers[primitive] = batch
 
 
 def _widened(conv: Convolution, mapped: Collection[str], size: int) -> tuple[Convolution, dict[str, tuple[int, int]]]:
-    """The convolution of all along a mapped axis, and for each array that is `mapped` (lhs, rhs, g) the dimension that
-    takes the axis, inside each of so many groups.
+    """One convolution for all along a mapped axis, and where the axis goes in each array of `mapped` (lhs, rhs, g):
+    a dimension, and into how many groups this is divided, each of which takes the axis.
 
     An axis that the weight lacks widens the batch, one that the input lacks the output channels, one that the output
     lacks the input channels; and one that all have makes groups.

@@ -1,7 +1,8 @@
-"""The forward convolution that an operation belongs to: its parameters as values, and the checks of them."""
+"""The parameters of the forward convolution to which a pass belongs, and their checks."""
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.extend import core
 from jax.typing import DTypeLike
 
+from jax_splitk.ops.call import MEMORY
 from jax_splitk.problems.conv_reference import cropped, lax_conv, lax_precision, precision_name
 from jax_splitk.problems.conv_wgrad import Pairs, conv_output_spatial, dilated
 from jax_splitk.runtime import _compat
@@ -30,14 +33,14 @@ class Convolution:
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
     dimension_numbers: lax.ConvDimensionNumbers
-    feature_group_count: int
-    batch_group_count: int
-    precision: str
+    feature_group_count: int = 1
+    batch_group_count: int = 1
+    precision: str = "default"
 
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, out_dtype: DTypeLike | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        """lax's convolution, of an input that is sliced first where `cropped` does it."""
+        """lax's convolution, after `cropped` has sliced the input where it must."""
         if isinstance(self.padding, str):
             return self._by_lax(lhs, rhs, out_dtype, out_sharding)
         lhs, padding = cropped(lhs, self.dimension_numbers.lhs_spec[2:], self.padding, self.lhs_dilation)
@@ -46,15 +49,14 @@ class Convolution:
     def _by_lax(
         self, lhs: jax.Array, rhs: jax.Array, out_dtype: DTypeLike | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arguments["precision"] = lax_precision(self.precision)
+        arguments = {**vars(self), "precision": lax_precision(self.precision)}
         return lax_conv(lhs, rhs, **arguments, preferred_element_type=out_dtype, out_sharding=out_sharding)
 
     def transposed(self, g: jax.Array, lhs: Any, rhs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The cotangent of an input of the type `lhs`: lax's, of the output pixels that see the input.
+        """The cotangent of an input of the type `lhs`, by lax's transpose rule.
 
-        Where padding extends the low side by a window or more, the first ones see padding alone. With them, lax's
-        convolution of g would crop its low side (see `cropped`).
+        Where the low padding is as long as a window, the windows of the first output pixels hold only padding. Their
+        cotangents are sliced off: with them, lax's convolution of g would crop its low side (see `cropped`).
         """
         windows = dilated([rhs.shape[i] for i in self.dimension_numbers.rhs_spec[2:]], self.rhs_dilation)
         axes, padding = self.dimension_numbers.out_spec[2:], self.padding
@@ -72,8 +74,7 @@ class Convolution:
         """The type of the result for operands of these types, which have one dtype."""
         specs = self.dimension_numbers
         spatial = ([x.shape[i] for i in spec[2:]] for x, spec in ((lhs, specs.lhs_spec), (rhs, specs.rhs_spec)))
-        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arguments |= {"padding": _sides(self, *spatial), "preferred_element_type": jnp.dtype(out_dtype)}
+        arguments = {**vars(self), "padding": _sides(self, *spatial), "preferred_element_type": jnp.dtype(out_dtype)}
         try:
             aval, _ = lax.conv_general_dilated_p.abstract_eval(lhs, rhs, **arguments, out_sharding=out_sharding)
         except (TypeError, ValueError) as error:
@@ -81,6 +82,13 @@ class Convolution:
                 raise type(error)(f"{str(error).rstrip('.')}{hint}") from None
             raise
         return aval
+
+
+def of_equation(eqn: core.JaxprEqn) -> Convolution:
+    """The parameters of an equation of lax."""
+    given = {field.name: eqn.params[field.name] for field in dataclasses.fields(Convolution)}
+    padding = tuple((low, high) for low, high in given["padding"])
+    return Convolution(**{**given, "padding": padding, "precision": precision_name(given["precision"])})
 
 
 def convolution(
@@ -95,7 +103,7 @@ def convolution(
     batch_group_count: int,
     precision: lax.PrecisionLike,
 ) -> Convolution:
-    """The convolution of a caller's arguments, in lax's order; ValueError for one outside its range."""
+    """Checks a caller's arguments, in lax's order; ValueError for one outside its range."""
     rank = len(lhs_shape) - 2
     strides = _strides(window_strides, rank)
     if isinstance(padding, str) and lhs_dilation is not None and any(d != 1 for d in lhs_dilation):
@@ -116,6 +124,7 @@ def convolution(
     )
 
 
+@functools.lru_cache(maxsize=MEMORY)
 def with_output(
     conv: Convolution, lhs_shape: tuple[Any, ...], rhs_shape: tuple[int, ...]
 ) -> tuple[Convolution, tuple[Any, ...]]:
@@ -157,7 +166,8 @@ _LAYOUTS = {
 def layout_hint(
     conv: Convolution, lhs_shape: tuple[Any, ...], rhs_shape: tuple[int, ...], g_shape: tuple[Any, ...] | None = None
 ) -> str:
-    """For the error of shapes that do not fit the dimension numbers: the common ones that they would fit, if any."""
+    """Ends an error about shapes that do not fit the dimension numbers: names common ones that the shapes fit, if there
+    are any."""
     layouts = _LAYOUTS.get(len(lhs_shape) - 2)
     for numbers in layouts or ():
         specs = lax.conv_dimension_numbers(lhs_shape, rhs_shape, numbers)
@@ -185,7 +195,7 @@ def integers(name: str, value: Sequence[int] | None, count: int, least: int = 1)
 
 
 def _strides(window_strides: Sequence[int], rank: int) -> tuple[int, ...]:
-    """An integer for each dimension; for another number of them lax's error."""
+    """An integer for each dimension; another number of them raises lax's error."""
     with contextlib.suppress(TypeError):
         if len(window_strides) != rank:
             same = "conv_general_dilated window and window_strides must have the same number of dimensions"
@@ -212,7 +222,7 @@ def _groups(feature_group_count: int, batch_group_count: int) -> tuple[int, int]
 
 
 def _padding(padding: Padding, rank: int) -> str | Pairs:
-    """A known word, or pairs of integers; for what are no pairs lax's error."""
+    """A known word, or pairs of integers; what is neither raises lax's error."""
     accepted = f"{', '.join(map(repr, _WORDS))} or {rank} pairs (low, high)"
     if isinstance(padding, str):
         if padding.upper() in _WORDS:

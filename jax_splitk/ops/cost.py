@@ -10,6 +10,7 @@ from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from jax_splitk.ops import lowering, trace
+from jax_splitk.ops.call import Call
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import local_platform
@@ -18,7 +19,7 @@ from jax_splitk.tuning import watch
 
 @dataclasses.dataclass(frozen=True)
 class OperationCost:
-    """One operation of ours, by itself; the function has `count` of them."""
+    """What one operation of jax_splitk takes; the function has `count` of them."""
 
     problem: Problem
     count: int
@@ -109,7 +110,7 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         times = math.prod(out.shape) // max(1, math.prod(problem.out_shape))
         found[problem] = found.get(problem, 0) + times
     operations = (OperationCost(problem, n, problem.flops, problem.bytes_moved) for problem, n in found.items())
-    rules: Any = tuple((primitive, _nothing(primitive, platform)) for primitive in PRIMITIVES)
+    rules: Any = tuple((primitive, _nothing(platform)) for primitive in PRIMITIVES)
     parameters = mlir.LoweringParameters(override_lowering_rules=rules)
     with watch.state.tracing_only():
         rest = jax.jit(fn).trace(*args, **kwargs).lower(_private_parameters=parameters).cost_analysis() or {}
@@ -117,12 +118,12 @@ def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     return Cost(tuple(operations), *(max(0.0, rest.get(name, 0.0)) for name in ("flops", "bytes accessed")))
 
 
-def _nothing(primitive: lowering.Primitive, platform: str) -> Callable[..., Any]:
-    """Lowers operations of ours to results that take no computing."""
+def _nothing(platform: str) -> Callable[..., Any]:
+    """A lowering rule that gives zeros: they take no computing, so XLA counts everything else."""
 
-    def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if lowering.routed(primitive, ctx.avals_in, params, platform) is None:
-            return lowering.in_lax(primitive, ctx, operands, params)
+    def lowered(ctx: Any, *operands: Any, call: Call) -> Any:
+        if lowering.routed(call, ctx.avals_in, platform) is None:
+            return lowering.as_lax_does(ctx, operands, call)
         (out,) = ctx.avals_out
         return mlir.lower_fun(lambda *_: jnp.zeros(out.shape, out.dtype), False)(ctx, *operands)
 

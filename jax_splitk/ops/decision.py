@@ -1,4 +1,4 @@
-"""What is said of one operation of a function, and what several gain."""
+"""How jax_splitk computes one operation of a function, and the time that several operations save."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -55,14 +55,14 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """What several operations gain, each as often as it is computed.
+    """The time that several operations save, each as often as it is computed.
 
     Attributes:
-      saved_us: microseconds saved, of those operations whose two times are known.
-      xla_us: microseconds of the same operations by XLA.
+      saved_us: microseconds saved by the operations whose times by jax_splitk and by XLA are both known.
+      xla_us: microseconds that XLA takes for the same operations.
       measured: whether all these times were measured.
       known: how many operations these are.
-      unknown: how many of the others are a kernel's; what these save is not known.
+      unknown: how many other operations a kernel computes; the time that they save is not known.
     """
 
     saved_us: float
@@ -85,7 +85,7 @@ def _us(value: float) -> str:
 
 
 def total_gain(decisions: Sequence[Decision]) -> Gain:
-    """The sum of what operations gain."""
+    """The sum of the times that operations save."""
     known = [(d, d.saved_us, d.xla_us) for d in decisions if d.saved_us is not None and d.xla_us is not None]
     return Gain(
         saved_us=sum(d.count * saved for d, saved, _ in known),
@@ -97,7 +97,7 @@ def total_gain(decisions: Sequence[Decision]) -> Gain:
 
 
 def decision(choice: Choice, target: Target, count: int = 1) -> Decision:
-    """What is shown of a choice for a target: XLA's time by an estimate where it was not measured."""
+    """The decision that a choice for a target stands for. XLA's time is estimated where it was not measured."""
     times = choice.times
     xla_us = _estimated_xla_us(choice.problem, target) if times.xla_us is None else times.xla_us
     ours_us = xla_us if choice.family is None else times.us
@@ -119,7 +119,7 @@ def decision(choice: Choice, target: Target, count: int = 1) -> Decision:
 
 
 def _estimated_xla_us(problem: Problem, target: Target) -> float | None:
-    """Microseconds; None where no kernel serves on the target, of which nothing is known then."""
+    """XLA's time by the cost model; None where no kernel runs on the target, whose speed is not known then."""
     families = kernels.families(problem.op, target.platform)
     if only_xla(problem) is not None or all(family.target_refusal(target) is not None for family in families):
         return None
@@ -128,5 +128,5 @@ def _estimated_xla_us(problem: Problem, target: Target) -> float | None:
 
 
 def impossible(problem: Problem, config: Any, error: Exception, count: int = 1) -> Decision:
-    """An operation that an explicit choice cannot serve, or that is no valid problem."""
+    """The decision for an operation that an explicit choice cannot serve, or that is no valid problem."""
     return Decision(problem, "none", None, config, None, 0, str(error), str(error), count)

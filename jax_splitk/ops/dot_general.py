@@ -10,12 +10,11 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_splitk.ops import dot_primitive
-from jax_splitk.ops.dot_primitive import Epilogue
+from jax_splitk.ops import dot_gradient as _gradient  # noqa: F401 - the primitive's rules
+from jax_splitk.ops.dot_calls import DotCall, Epilogue
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, Activation
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished, lax_dot_general
-from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of, quoted, require, wider
 from jax_splitk.tuning.options import Implementation, Options, settled
 
@@ -179,15 +178,15 @@ def _routed(
     common = wider(x.dtype, y.dtype)
     compute = common if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES)
     epilogue, operands = _epilogue(x, y, dimensions, *after)
-    params: dict[str, Any] = {
-        "dimensions": dimensions,
-        "epilogue": epilogue,
-        "out_dtype": preferred or (compute if common == E4M3 else common),
-        "compute_dtype": jnp.dtype(compute).name,
-        "precision": lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
-        "options": options,
-    }
-    return dot_primitive.bind(_compat.vary_alike((x, y, *operands)), **params)
+    call = DotCall(
+        dimensions=dimensions,
+        epilogue=epilogue,
+        out_dtype=jnp.dtype(preferred or (compute if common == E4M3 else common)).name,
+        compute_dtype=jnp.dtype(compute).name,
+        precision=lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
+        options=options,
+    )
+    return call.bind(x, y, *operands)
 
 
 def _left_to_lax(

@@ -1,4 +1,4 @@
-"""What would run, and why: reads the operations out of a function's trace and asks the selection code."""
+"""`explain`: finds the operations in a function's trace, and asks the selection what would compute them."""
 
 import collections
 import dataclasses
@@ -104,7 +104,7 @@ def explanation(
     notes: Iterable[str] = (),
     verbose: bool = False,
 ) -> Explanation:
-    """The decisions for a target; where it is no device of this machine, or lacks a compiler here, it says so."""
+    """The decisions for a target, with a note where this machine has no such device or no compiler for it."""
     needs_compiler = any(d.implementation == "cutlass" for d in (*decisions, *unrouted))
     lacks = needs_compiler and toolchain.unavailable() is not None
     assumed = target.platform == "cuda" and not target.is_local
@@ -113,7 +113,7 @@ def explanation(
 
 
 def _decision(operation: Operation, target: Target, count: int) -> Decision | None:
-    """What computes an operation; None for a silent one."""
+    """The decision for an operation; None for a silent one (`is_silent`)."""
     problem, options = operation.problem, operation.options
     try:
         choice = choose(problem, target, options, undivided=operation.undivided)
@@ -128,7 +128,7 @@ def _decision(operation: Operation, target: Target, count: int) -> Decision | No
 
 
 def about_silent(count: int) -> tuple[str, ...]:
-    """A note on so many silent passes, if there are any."""
+    """A note that counts silent passes; empty for none."""
     passes = "passes" if count > 1 else "pass"
     said = (
         f"{count} more {passes} of convolutions (forward or input gradient): lax's, as XLA is faster than our kernels."
@@ -137,7 +137,7 @@ def about_silent(count: int) -> tuple[str, ...]:
 
 
 def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:
-    """The problems of a program's operations that are lax's and may be ours, each as often as it has them."""
+    """The problems that a program leaves to lax and jax_splitk may compute, each as often as the program has it."""
     equations = list(trace.equations(jaxpr))
     yield from passes(equations)
     yield from grouped_products(equations)
@@ -145,24 +145,25 @@ def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:
 
 
 def routed(problems: Mapping[Problem, int], target: Target) -> list[Decision]:
-    """What routing would lead to; of passes that the caller does not name those that would be a kernel's."""
+    """The decisions if these problems were routed to jax_splitk. Implied passes are left out unless a kernel would
+    compute them."""
     found: list[Decision | None] = []
     for problem, count in problems.items():
-        quiet = isinstance(problem, PASSES)
+        implied = isinstance(problem, PASSES)
         try:
             problem.validate()
         except ValueError as error:
-            found.append(None if quiet else impossible(problem, None, error, count))
+            found.append(None if implied else impossible(problem, None, error, count))
         else:
-            options = current().of_another_pass() if quiet else current()
+            options = current().of_another_pass() if implied else current()
             found.append(expected(problem, options, target, count))
     return [d for d in found if d is not None and (d.family is not None or not isinstance(d.problem, PASSES))]
 
 
 def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision | None:
-    """What a problem would lead to on another machine, on one device; None for a quiet pass that would be lax's."""
+    """The decision for a problem on one device of a target; None for an implied pass that would be lax's."""
     reason = only_xla(problem)
-    if options.quiet and (reason is not None or not competes(problem, target)):
+    if options.implied and (reason is not None or not competes(problem, target)):
         return None
     try:
         choice = select(problem, target, options) if reason is None else Choice(problem, XLA, reason)

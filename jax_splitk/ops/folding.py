@@ -1,4 +1,4 @@
-"""A mapped axis (vmap) as a part of a dimension that an operation has anyway, and back; or as a loop."""
+"""What vmap does with a mapped axis: it is folded into a dimension that the operation has anyway, or becomes a loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.extend import core
 from jax.interpreters import batching
 
 
@@ -36,11 +35,9 @@ def mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> in
     return size
 
 
-def one_by_one(
-    primitive: core.Primitive, operands: Sequence[jax.Array], dims: Sequence[int | None], params: dict[str, Any]
-) -> jax.Array:
-    """The results along a mapped axis, which comes out in front, by a loop: a config is for the operation that the
-    caller sees."""
+def one_by_one(operands: Sequence[jax.Array], dims: Sequence[int | None], call: Any) -> jax.Array:
+    """The results along a mapped axis by a loop; the axis comes out in front. An explicit config needs it: it was made
+    for the operation that the caller sees."""
     size = mapped_size(operands, dims)
     in_front = tuple(batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims, strict=True))
-    return lax.map(lambda each: primitive.bind(*each, **params), in_front)
+    return lax.map(lambda each: call.bind(*each), in_front)

@@ -47,7 +47,7 @@ class _Route:
     compute_dtype: np.dtype | None = None
 
 
-# Of this thread, and part of jit's cache key. None outside of all blocks.
+# The route of the innermost block in this thread, None outside of all blocks. It is part of jit's cache key.
 _context = jax.make_user_context(None)
 
 
@@ -162,12 +162,12 @@ class _Patch(contextlib.AbstractContextManager[None]):
                         setattr(lax, name, old)
 
 
-# Of the process, as the attributes of the module `jax.lax` are.
+# One for the process, which has one module `jax.lax`.
 _patch = _Patch()
 
 
 def _replacements() -> dict[str, Callable[..., Any]]:
-    """What stands for the functions of `jax.lax`, by name."""
+    """The functions that replace those of `jax.lax`, by name."""
     routed = {name: functools.partial(_routed, theirs, ours) for name, (theirs, ours) in _ROUTES.items()}
     found = {name: _dispatcher(getattr(lax, name), inside) for name, inside in routed.items()}
     for name in _CALLERS:

@@ -20,7 +20,7 @@ def grouped_products(equations: Iterable[core.JaxprEqn]) -> Iterator[RaggedDotPr
         if eqn.primitive.name != "ragged_dot_general":  # which jax.lax does not show
             continue
         lhs, rhs, sizes, out = (_aval(var) for var in (*eqn.invars[:3], *eqn.outvars))
-        numbers, known = eqn.params["ragged_dot_dimension_numbers"], (*lhs.shape, *rhs.shape, *sizes.shape)
+        (numbers, precision), known = _parameters(**eqn.params), (*lhs.shape, *rhs.shape, *sizes.shape)
         if is_batch(numbers) or not _compat.is_known(*known):
             continue
         found, dtype = layout(lhs.shape, rhs.shape, sizes.shape, numbers), wider(lhs.dtype, rhs.dtype)
@@ -32,7 +32,7 @@ def grouped_products(equations: Iterable[core.JaxprEqn]) -> Iterator[RaggedDotPr
             n=found.rhs.shape[-2 if found.rhs_order == "gnk" else -1],
             dtype=dtype.name,
             out_dtype=jnp.dtype(out.dtype).name,
-            precision=precision_name(eqn.params["precision"]) if dtype == jnp.float32 else "default",
+            precision=precision_name(precision) if dtype == jnp.float32 else "default",
             rhs_order=found.rhs_order,
         )
         try:
@@ -40,6 +40,11 @@ def grouped_products(equations: Iterable[core.JaxprEqn]) -> Iterator[RaggedDotPr
         except ValueError:  # of other dtypes
             continue
         yield from [problem] * math.prod(found.lhs.shape[:-2])
+
+
+def _parameters(ragged_dot_dimension_numbers: Any, precision: Any, **_: Any) -> tuple[Any, Any]:
+    """Those that matter of lax's equation."""
+    return ragged_dot_dimension_numbers, precision
 
 
 def _aval(var: Any) -> Any:

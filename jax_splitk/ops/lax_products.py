@@ -92,6 +92,11 @@ def _part(value: _Value, var: Any) -> _Value:
     return dataclasses.replace(value, size=min(value.size, math.prod(_shape(var))))
 
 
+def _dimension_numbers(dimension_numbers: Any, **_: Any) -> Any:
+    """Those of lax's equation, by its parameters."""
+    return dimension_numbers
+
+
 def _combined(eqn: core.JaxprEqn, operands: Sequence[_Value]) -> _Value:
     """A quantized value times, or minus, another one."""
     name, (one, two) = eqn.primitive.name, operands
@@ -110,7 +115,7 @@ def _combined(eqn: core.JaxprEqn, operands: Sequence[_Value]) -> _Value:
 
 def _product(eqn: core.JaxprEqn, operands: Sequence[_Value]) -> list[QuantizedMatmulProblem]:
     """The problem, where exactly one operand is a quantized matrix."""
-    contracted, batched = eqn.params["dimension_numbers"]
+    contracted, batched = _dimension_numbers(**eqn.params)
     quantized = [i for i, value in enumerate(operands) if value.qtype is not None]
     if any(batched) or len(quantized) != 1 or not all(map(_shape, eqn.invars)):
         return []

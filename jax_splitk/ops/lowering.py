@@ -1,7 +1,7 @@
-"""What the primitives share: from an equation at lowering to the choice, and to the code of the choice.
+"""Lowering of all primitives: from an equation to its problem, to the choice, and to the code of the choice.
 
-A primitive rather than an `ffi_call` at trace time, so that the decision is taken at lowering, where the platform and
-the final (batched, per-shard) shapes are known.
+Operations are primitives, and not an `ffi_call` at trace time, so that the choice is made at lowering, where the
+platform and the final (batched, per-shard) shapes are known.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 
 from jax_splitk import kernels
 from jax_splitk.ops import partitioning
+from jax_splitk.ops.call import MEMORY, Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -32,101 +33,55 @@ from jax_splitk.tuning.serving import serving, would_serve
 _PLATFORMS = ("cpu", "cuda")
 
 
-# An equation's problem in canonical form, from the types of its operands and its parameters.
-_ProblemOf = Callable[[Sequence[Any], dict[str, Any]], Any]
-
-# How an operation is divided among devices, likewise; or why it is not.
-_RuleOf = Callable[[Sequence[Any], dict[str, Any]], Rule | str]
-
-# Of (problem, parameters, the result's type), the function of an equation's operands in plain lax; without a problem of
-# one that is lax's, as lax would trace it.
-_InLax = Callable[[Any, dict[str, Any], Any], Callable[..., jax.Array]]
-
-
-class Primitive(core.Primitive):
-    """A primitive of ours, which `define` completes. Its name is that of the operation.
-
-    Attributes:
-      scope: the name, in HLO and in profiles, that those of all its operations have in them.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.scope = f"jax_splitk.{name.removeprefix('jax_splitk_')}"
-
-    problem_of: _ProblemOf
-    rule_of: _RuleOf
-    in_lax: _InLax
-
-
-def define(
-    primitive: Primitive,
-    abstract_eval: Callable[..., Any],
-    problem_of: _ProblemOf,
-    with_xla: _InLax,
-    with_kernel: Callable[[Any, dict[str, Any], Any, CustomCall], Callable[..., jax.Array] | None],
-    rule_of: _RuleOf,
-) -> None:
-    """Gives a primitive its type, its implementation outside jit and its lowering, on every platform.
-
-    Args:
-      primitive: its parameters include `options`, the caller's.
-      abstract_eval: of the types of its operands and its parameters, the result's type.
-      problem_of: see `_ProblemOf`.
-      with_xla: see `_InLax`.
-      with_kernel: of (problem, parameters, the result's type, custom call), the function of the operands around the
-        custom call; None where its operands and result are the primitive's as they are.
-      rule_of: see `_RuleOf`.
-    """
-    primitive.problem_of, primitive.rule_of, primitive.in_lax = problem_of, rule_of, with_xla
+def define(primitive: Primitive) -> None:
+    """Gives a primitive its type, its implementation outside jit and its lowering, on every platform."""
     run_outside_jit(primitive)
 
-    def traced(*avals: Any, **params: Any) -> Any:
-        out = abstract_eval(*avals, **params)
+    def traced(*avals: Any, call: Call) -> Any:
+        out = call.type_of(*avals)
         with contextlib.suppress(Exception):  # it comes again at lowering
-            problem = routed(primitive, avals, params, "cuda")
+            problem = routed(call, avals, "cuda")
             if problem is not None and only_xla(problem) is None:
-                ahead.traced(served(problem, "cuda"), params["options"])
+                ahead.traced(served(problem, "cuda"), call.options)
         return out
 
     primitive.def_abstract_eval(traced)
     for platform in (*_PLATFORMS, None):
 
-        def rule(ctx: Any, *operands: Any, platform: str = platform or "other", **params: Any) -> Any:
+        def rule(ctx: Any, *operands: Any, call: Call, platform: str = platform or "other") -> Any:
             ctx = _compat.named(ctx, primitive.scope)
-            problem = routed(primitive, ctx.avals_in, params, platform)
+            problem = routed(call, ctx.avals_in, platform)
             if problem is None:
-                _left_to_lax(primitive, ctx.avals_in, params)
-                return in_lax(primitive, ctx, operands, params)
+                _left_to_lax(call, ctx.avals_in)
+                return as_lax_does(ctx, operands, call)
             problem = served(problem, platform)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
-                laxs = stays_laxs(ctx, problem, params["options"], platform)
-                division = laxs or division_rule(ctx, primitive, params, platform)
+                laxs = stays_laxs(ctx, problem, call.options, platform)
+                division = laxs or division_rule(ctx, call, platform)
                 if isinstance(division, Rule):
-                    return partitioning.lower(ctx, primitive, division, params, problem, operands)
+                    return partitioning.lower(ctx, division, call, problem, operands)
                 undivided = division
-            custom_call = _chosen(ctx, problem, platform, params["options"], undivided)
+            custom_call = _chosen(ctx, problem, platform, call.options, undivided)
             (out,) = ctx.avals_out
-            if custom_call is None and params["options"].quiet:
-                return in_lax(primitive, ctx, operands, params)  # to the letter, so that XLA fuses it as it does lax's
+            if custom_call is None and call.options.implied:
+                return as_lax_does(ctx, operands, call)  # to the letter, so that XLA fuses it as it does lax's
             if custom_call is None:
-                function = _compat.over_auto_axes(with_xla(problem, params, out), _compat.explicit_sharding(out))
-            elif (function := with_kernel(problem, params, out, custom_call)) is None:
+                function = _compat.over_auto_axes(call.in_lax(problem, out), _compat.explicit_sharding(out))
+            elif (function := call.with_kernel(problem, out, custom_call)) is None:
                 return execute.lower(ctx, custom_call, problem, operands)
             return mlir.lower_fun(function, False)(ctx, *operands)
 
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-def routed(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any], platform: str) -> Problem | None:
-    """The problem of an equation; None where it is lax's: a quiet one for which no family of `platform` competes."""
-    options: Options = params["options"]
-    if not options.quiet:
-        return primitive.problem_of(avals, params)
-    if options.implementation == "xla" or not _has_elements(avals):
+def routed(call: Call, avals: Sequence[Any], platform: str) -> Problem | None:
+    """The problem of an equation; None where it is lax's: an implied one for which no family of `platform` competes."""
+    if not call.options.implied:
+        return call.problem(avals)
+    if call.options.implementation == "xla" or not _has_elements(avals):
         return None
-    problem = primitive.problem_of(avals, params)
+    problem = call.problem(avals)
     return problem if competes(problem, target_for(platform)) else None
 
 
@@ -141,30 +96,30 @@ def _has_elements(avals: Sequence[Any]) -> bool:
     return _compat.is_known(*sizes) and 0 not in sizes
 
 
-def _left_to_lax(primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]) -> None:
-    """Tells those who watch of a pass for which no kernel of this platform competes: one of another may."""
+def _left_to_lax(call: Call, avals: Sequence[Any]) -> None:
+    """Tells watchers about a pass for which no kernel of this platform competes: one of another platform may."""
     if watch.state.watchers and _has_elements(avals):
-        watch.state.asked(primitive.problem_of(avals, params), params["options"])
+        watch.state.asked(call.problem(avals), call.options)
 
 
-def in_lax(primitive: Primitive, ctx: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+def as_lax_does(ctx: Any, operands: Sequence[Any], call: Call) -> Any:
     """Lowers an equation that is lax's as lax does."""
     (out,) = ctx.avals_out
-    return mlir.lower_fun(primitive.in_lax(None, params, out), False)(ctx, *operands)
+    return mlir.lower_fun(call.in_lax(None, out), False)(ctx, *operands)
 
 
 def run_outside_jit(primitive: core.Primitive) -> None:
     """Gives a primitive its implementation outside jit: its lowering."""
 
     @primitive.def_impl
-    def outside_jit(*operands: jax.Array, **params: Any) -> jax.Array:
+    def outside_jit(*operands: jax.Array, call: Any) -> jax.Array:
         with jax.disable_jit(False):  # else jit would call this again, for ever
-            return jitted(primitive, **params)(*operands)
+            return jitted(call)(*operands)
 
 
 @functools.lru_cache(maxsize=1024)
-def jitted(primitive: core.Primitive, **params: Any) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(primitive.bind, **params))
+def jitted(call: Call) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(call.primitive.bind, call=call))
 
 
 def _is_static(problem: Problem) -> bool:
@@ -173,14 +128,15 @@ def _is_static(problem: Problem) -> bool:
     return all(isinstance(leaf, int | str) for leaf in jax.tree.leaves(values))
 
 
+@functools.lru_cache(maxsize=MEMORY)
 def only_xla(problem: Problem) -> str | None:
     """Why no kernel on any platform takes the problem; None where one may."""
     return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
 
 
 def served(problem: Problem, platform: str) -> Problem:
-    """What kernels of the platform compute of a problem: all of it, or the product alone where none of them takes the
-    epilogue with it, which is XLA's then."""
+    """The part of a problem that kernels of the platform compute: all of it, or the product alone where none of them
+    takes the epilogue. XLA then computes the epilogue."""
     if not isinstance(problem, DotProblem) or not problem.epilogue or only_xla(problem) is not None:
         return problem
     families = kernels.families(problem.op, platform)
@@ -197,14 +153,15 @@ def choose(
     measure: bool = False,
     final: bool = False,
 ) -> Choice:
-    """`select`, except that code which XLA partitions by itself is left to XLA: a custom call is opaque to its
-    partitioner. `undivided`: why it does, None where it does not.
+    """`select`, except that XLA computes what its partitioner divides by itself: it cannot look into a custom call.
+
+    `undivided`: why XLA's partitioner divides the operation; None where it does not.
     """
     reason = only_xla(problem)
     if reason is not None:
         return Choice(problem, XLA, reason, costs=problem.refusal is None and target.is_hopper)
     if undivided is not None and options.implementation != "xla":
-        if options.quiet and (whole := select(problem, target, options)).candidate == XLA:
+        if options.implied and (whole := select(problem, target, options)).candidate == XLA:
             return whole  # divided or not
         if options.explicit:
             raise NotImplementedError(
@@ -217,19 +174,21 @@ def choose(
 
 
 def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, final: bool = True) -> str | None:
-    """Why a quiet pass under automatic partitioning is lax's, divided or not: no kernel is chosen for the whole, nor
-    for a device's part if all devices divide its batch, which is measured as far as it may be. None where one is.
-    `final`: it will be lowered."""
-    if not options.quiet or only_xla(problem) is not None or not isinstance(problem, ConvProblem):
+    """Why an implied pass under automatic partitioning stays lax's; None where it does not.
+
+    It stays lax's if no kernel is chosen for the whole pass, nor for a device's part where the devices can divide the
+    batch. The choice for the part may be measured. `final`: whether the pass will be lowered, and not only looked at.
+    """
+    if not options.implied or only_xla(problem) is not None or not isinstance(problem, ConvProblem):
         return None
-    target, unmeasured = target_for(platform), dataclasses.replace(options, alone=True)
+    target, unmeasured = target_for(platform), dataclasses.replace(options, forward_only=True)
     here = final and target.is_local and not _compat.is_export(ctx)
     # In a job all processes must find the same; nothing is measured for it.
     agreed, devices = here and agreement.needed(), _compat.device_count(ctx)
 
     def is_kernels(problem: Problem, options: Options, measure: bool) -> bool:
         choice = select(problem, target, options, measure=measure)
-        # In a job the process that lacks the compiler says so where the others compile (`code_of`).
+        # In a job of several processes one that lacks the compiler says so when the others compile (`code_of`).
         return choice.candidate != XLA and (not final or agreed or without_code(choice, target) is None)
 
     if is_kernels(problem, unmeasured, agreed):
@@ -241,14 +200,14 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
     return "no kernel is chosen for it"
 
 
-def division_rule(ctx: Any, primitive: Primitive, params: dict[str, Any], platform: str) -> Rule | str:
+def division_rule(ctx: Any, call: Call, platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
-    problem, options = primitive.problem_of(ctx.avals_in, params), params["options"]
-    if options.implementation == "xla":
+    problem = call.problem(ctx.avals_in)
+    if call.options.implementation == "xla":
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):
         return f"no kernel for platform {platform}"
-    return only_xla(problem) or partitioning.refusal(ctx) or primitive.rule_of(ctx.avals_in, params)
+    return only_xla(problem) or partitioning.refusal(ctx) or call.rule(ctx.avals_in)
 
 
 def _chosen(

@@ -21,7 +21,6 @@ import jax
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -36,8 +35,6 @@ _logger = logging.getLogger("jax_splitk")
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 
-_Params = dict[str, Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -48,17 +45,17 @@ class Rule:
         sizes.
       result: likewise; what has a unit but is not here is summed over.
       units: by name, into how many parts of equal size a dimension can be cut; names that are not here stay whole.
-      divided: of an equation's parameters and the number of parts by name, the parameters of one part.
-      finish: of the sum over the devices and the operands of one, the result, where a reduction is divided and the sum
-        is not all.
-      localized: of the operands of one device, the number of parts by name, and a function that gives the device's
-        place among the parts of a name, the operands of `divided`; None where they are the same.
+      divided: takes the number of parts by name, and returns the call of one part (`call.Call`).
+      finish: takes the sum over the devices and the operands of one device, and returns the result; None where the sum
+        is the result.
+      localized: takes the operands of one device, the number of parts by name, and a function that gives the device's
+        place among the parts of a name; returns the operands of the call of one part. None where they are the same.
     """
 
     operands: tuple[tuple[str, ...], ...]
     result: tuple[str, ...]
     units: Mapping[str, int]
-    divided: Callable[[_Params, Mapping[str, int]], _Params]
+    divided: Callable[[Mapping[str, int]], Any]
     finish: Callable[..., jax.Array] | None = None
     localized: Callable[[Sequence[jax.Array], Mapping[str, int], Callable[[str], Any]], Sequence[Any]] | None = None
 
@@ -122,12 +119,10 @@ def _wishes(rule: Rule, operands: Sequence[Spec], result: Spec | None) -> Iterat
     yield from (wish for wish in (*of_result, *named) if wish[0] in rule.units)
 
 
-def _local(
-    primitive: core.Primitive, rule: Rule, params: _Params, found: Division, sizes: Mapping[str, int]
-) -> Callable[..., jax.Array]:
+def _local(rule: Rule, found: Division, sizes: Mapping[str, int]) -> Callable[..., jax.Array]:
     """The function of each device's operands."""
     parts = found.parts(sizes)
-    local_params = rule.divided(params, parts)
+    part = rule.divided(parts)
     over = tuple(axis for name in rule.reductions for axis in found.axes.get(name, ()))
 
     def index(name: str) -> Any:
@@ -135,8 +130,7 @@ def _local(
         return functools.reduce(lambda major, axis: major * sizes[axis] + lax.axis_index(axis), found.axes[name], 0)
 
     def local(*operands: jax.Array) -> jax.Array:
-        given = operands if rule.localized is None else rule.localized(operands, parts, index)
-        out = primitive.bind(*given, **local_params)
+        out = part.bind(*(operands if rule.localized is None else rule.localized(operands, parts, index)))
         if not over:
             return out
         out = lax.psum(out, over)
@@ -168,14 +162,12 @@ def mesh_of(ctx: Any) -> Any:
     return _explicit_mesh(ctx.avals_in) or _compat.automatic_mesh(ctx)
 
 
-def lower(
-    ctx: Any, primitive: core.Primitive, rule: Rule, params: _Params, problem: Any, operands: Sequence[Any]
-) -> Any:
+def lower(ctx: Any, rule: Rule, call: Any, problem: Any, operands: Sequence[Any]) -> Any:
     """Lowers an equation, which `refusal` does not refuse, as its parts on the devices."""
     if _explicit_mesh(ctx.avals_in) is None:
-        function = over_automatic_axes(primitive, rule, params, problem)
+        function = over_automatic_axes(rule, call, problem)
         return mlir.lower_fun(function, False)(_compat.with_mesh(ctx, mesh_of(ctx)), *operands)
-    function = over_explicit_axes(primitive, rule, params, problem, ctx.avals_in)
+    function = over_explicit_axes(rule, problem, ctx.avals_in)
     # The rule gives the result's sharding, unless lax, or an argument, does.
     (out,) = ctx.avals_out
     return mlir.lower_fun(lambda *xs: _compat.placed_like(function(*xs), out), False)(ctx, *operands)
@@ -196,26 +188,24 @@ def explicit_division(rule: Rule, avals: Sequence[Any]) -> Division | None:
     return division(rule, dict(mesh.shape), [_axes(aval.sharding.spec, aval.ndim) for aval in avals], None)
 
 
-def with_explicit_sharding(out: Any, rule_of: Any, avals: Sequence[Any], params: _Params) -> Any:
-    """The type `out` of an operation's result with the sharding that explicit axes give it."""
+def with_explicit_sharding(out: Any, call: Any, avals: Sequence[Any]) -> Any:
+    """The type `out` of a call's result with the sharding that explicit axes give it."""
     mesh = _explicit_mesh(avals)
-    if mesh is None or not isinstance(rule := rule_of(avals, params), Rule):
+    if mesh is None or not isinstance(rule := call.rule(avals), Rule):
         return out
     found = explicit_division(rule, avals)
     spec = PartitionSpec() if found is None else found.spec(rule.result)
     return out.update(sharding=NamedSharding(mesh, PartitionSpec(*spec, *[None] * (out.ndim - len(spec)))))
 
 
-def over_explicit_axes(
-    primitive: core.Primitive, rule: Rule, params: _Params, problem: Any, avals: Sequence[Any]
-) -> Callable[..., jax.Array]:
+def over_explicit_axes(rule: Rule, problem: Any, avals: Sequence[Any]) -> Callable[..., jax.Array]:
     """The equation's function of operands sharded by explicit axes, by their types."""
     mesh, found = _explicit_mesh(avals), explicit_division(rule, avals)
     if found is None:
         raise TypeError(f"operands of types {', '.join(map(str, avals))}; accepted: one on a mesh of explicit axes")
     _announce_gathered(problem, found)
     specs = tuple(found.spec(dims) for dims in rule.operands)
-    local = _local(primitive, rule, params, found, dict(mesh.shape))
+    local = _local(rule, found, dict(mesh.shape))
     each = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=found.spec(rule.result), check_vma=False)
 
     def divided(*operands: jax.Array) -> jax.Array:
@@ -228,9 +218,7 @@ def over_explicit_axes(
 # ---- automatic axes ------------------------------------------------------------------------------------------------
 
 
-def over_automatic_axes(
-    primitive: core.Primitive, rule: Rule, params: _Params, problem: Any
-) -> Callable[..., jax.Array]:
+def over_automatic_axes(rule: Rule, call: Any, problem: Any) -> Callable[..., jax.Array]:
     """The equation's function, divided as XLA's propagation of shardings ends up."""
 
     def found_for(mesh: Mesh, operands: Sequence[Any], result: Any) -> Division:
@@ -247,12 +235,12 @@ def over_automatic_axes(
         found = found_for(mesh, operands, result)
         _announce_gathered(problem, found)
         place = lambda dims: NamedSharding(mesh, found.spec(dims))  # noqa: E731
-        local = _local(primitive, rule, params, found, dict(mesh.shape))
+        local = _local(rule, found, dict(mesh.shape))
         return mesh, local, place(rule.result), tuple(map(place, rule.operands))
 
-    divided: Any = custom_partitioning(lambda *operands: primitive.bind(*operands, **params))
+    divided: Any = custom_partitioning(call.bind)
     divided.def_partition(partition, infer, sharding_rule=shardy(rule), decode_shardings=False)
-    label = _label(problem, params)
+    label = _label(problem, call)
 
     def labelled(*operands: jax.Array) -> jax.Array:
         with set_xla_metadata(jax_splitk=label):
@@ -261,12 +249,12 @@ def over_automatic_axes(
     return labelled
 
 
-def _label(problem: Any, params: _Params) -> str:
+def _label(problem: Any, call: Any) -> str:
     """Stands for what the callbacks compute, of which JAX's compilation cache sees only a pointer, or nothing where
     `jax_remove_custom_partitioning_ptr_from_cache_key` is set."""
-    options: Options = params["options"]
+    options: Options = call.options
     tuning = None if options.tuning is None else options.tuning.digest
-    others = {name: value for name, value in params.items() if name != "options"}
+    others = {name: value for name, value in vars(call).items() if name != "options"}
     said = (TARGETS, problem, dataclasses.replace(options, tuning=tuning), sorted(others.items()))
     return hashlib.sha256(repr(said).encode()).hexdigest()[:32]
 

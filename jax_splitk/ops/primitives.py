@@ -1,12 +1,12 @@
 """The primitives of all operations, each with its rules."""
 
-from jax_splitk.ops import conv_dgrad, conv_fprop, conv_wgrad, dot_primitive, quantized_primitive, ragged_primitive
+from jax_splitk.ops import conv_calls, dot_calls, quantized_primitive, ragged_call
 
 PRIMITIVES = (
-    conv_fprop.conv_fprop_p,
-    conv_dgrad.conv_dgrad_p,
-    conv_wgrad.conv_wgrad_p,
-    dot_primitive.dot_general_p,
+    conv_calls.conv_fprop_p,
+    conv_calls.conv_dgrad_p,
+    conv_calls.conv_wgrad_p,
+    dot_calls.dot_general_p,
     quantized_primitive.quantized_matmul_p,
-    ragged_primitive.ragged_dot_p,
+    ragged_call.ragged_dot_p,
 )

@@ -15,6 +15,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
 from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops.call import Call
 from jax_splitk.ops.partitioning import Division, Rule, Spec
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
@@ -45,9 +46,8 @@ class Operation:
 class _Marked:
     """An equation as it was lowered; if it is divided, its rule, the mesh's axes, and its division where types tell."""
 
-    primitive: lowering.Primitive
+    call: Call
     shapes: tuple[Any, ...]
-    params: dict[str, Any]
     undivided: str | None = None
     rule: Rule | None = None
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -56,9 +56,9 @@ class _Marked:
 
 def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str, *, every: bool) -> list[Operation]:
     """The operations of `jit(fn)(*args, **kwargs)`, which is a program for several devices, as they are lowered;
-    `every`: quiet passes for which no kernel is chosen as the others, divided."""
+    `every`: implied passes for which no kernel is chosen as the others, divided."""
     marked: list[_Marked] = []
-    rules = tuple((primitive, _marking(primitive, platform, marked, every)) for primitive in PRIMITIVES)
+    rules = tuple((primitive, _marking(platform, marked, every)) for primitive in PRIMITIVES)
     parameters: Any = mlir.LoweringParameters(override_lowering_rules=rules)  # pyright: ignore[reportArgumentType]
     with watch.state.tracing_only():
         traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
@@ -74,26 +74,25 @@ def operations(fn: Callable[..., Any], args: Any, kwargs: Any, platform: str, *,
 # ---- lowering to markers -------------------------------------------------------------------------------------------
 
 
-def _marking(primitive: lowering.Primitive, platform: str, marked: list[_Marked], every: bool) -> Callable[..., Any]:
+def _marking(platform: str, marked: list[_Marked], every: bool) -> Callable[..., Any]:
     """The lowering rule that leaves markers."""
 
-    def lowered(ctx: Any, *operands: Any, **params: Any) -> Any:
-        problem = lowering.routed(primitive, ctx.avals_in, params, platform)
+    def lowered(ctx: Any, *operands: Any, call: Call) -> Any:
+        problem = lowering.routed(call, ctx.avals_in, platform)
         if problem is None:
-            return lowering.in_lax(primitive, ctx, operands, params)
+            return lowering.as_lax_does(ctx, operands, call)
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)
-        equation, rule = _Marked(primitive, shapes, params), None
+        equation, rule = _Marked(call, shapes), None
         if _compat.is_automatically_partitioned(ctx):
-            options = params["options"]
-            laxs = None if every else lowering.stays_laxs(ctx, problem, options, platform, final=False)
-            found = laxs or lowering.division_rule(ctx, primitive, params, platform)
+            laxs = None if every else lowering.stays_laxs(ctx, problem, call.options, platform, final=False)
+            found = laxs or lowering.division_rule(ctx, call, platform)
             if isinstance(found, Rule):
                 explicit, sizes = partitioning.explicit_division(found, ctx.avals_in), partitioning.mesh_of(ctx).shape
                 equation = dataclasses.replace(equation, rule=found, sizes=dict(sizes), division=explicit)
             else:
                 equation = dataclasses.replace(equation, undivided=found)
             # Also what XLA computes carries shardings on.
-            rule = primitive.rule_of(ctx.avals_in, params)
+            rule = call.rule(ctx.avals_in)
         marked.append(equation)
         if isinstance(rule, Rule):
             operands = tuple(_passing(ctx, aval, x) for aval, x in zip(ctx.avals_in, operands, strict=True))
@@ -109,7 +108,7 @@ def _marking(primitive: lowering.Primitive, platform: str, marked: list[_Marked]
 def _passing(ctx: Any, aval: Any, operand: Any) -> Any:
     """An operand by way of an operation that shows its sharding."""
     dims = tuple(f"d{d}" for d in range(aval.ndim))
-    same = Rule((dims,), dims, dict(zip(dims, aval.shape, strict=True)), lambda params, _: params)
+    same = Rule((dims,), dims, dict(zip(dims, aval.shape, strict=True)), lambda _: None)
     op = _call("jax_splitk_operand", ctx.replace(avals_in=[aval], avals_out=[aval]), [operand])
     op.attributes["sdy.sharding_rule"] = _compat.sharding_rule(partitioning.shardy(same), op)
     return op.results[0]
@@ -140,8 +139,8 @@ def _markers(op: Any, functions: dict[str, Any]) -> Iterator[Any]:
 
 def _operation(op: Any, marked: list[_Marked]) -> Operation:
     equation = marked[ir.IntegerAttr(op.attributes[_INDEX]).value]
-    options, problem_of = equation.params["options"], equation.primitive.problem_of
-    whole = problem_of(equation.shapes, equation.params)
+    options = equation.call.options
+    whole = equation.call.problem(equation.shapes)
     rule = equation.rule
     if rule is None:
         return Operation(whole, options, undivided=equation.undivided)
@@ -154,7 +153,7 @@ def _operation(op: Any, marked: list[_Marked]) -> Operation:
         jax.ShapeDtypeStruct([n // parts.get(name, 1) for n, name in zip(x.shape, dims, strict=True)], x.dtype)
         for x, dims in zip(equation.shapes, rule.operands, strict=True)
     ]
-    part = problem_of(shapes, rule.divided(equation.params, parts))
+    part = rule.divided(parts).problem(shapes)
     return Operation(part, options, "" if part == whole else f"a device's part of {whole}")
 
 

@@ -1,5 +1,5 @@
 """Differentiation of the quantized product: it is linear in x, and its weight is linear in the scales and in the zero
-points. Each has a cotangent of its own making, in float32, rather than one that JAX derives from the arithmetic."""
+points. Each cotangent is computed directly, in float32, not derived by JAX from the arithmetic of dequantization."""
 
 import contextlib
 import dataclasses
@@ -7,22 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
-from jax_splitk.ops import lowering, quantized_primitive, taylor
-from jax_splitk.ops.quantized_primitive import leaves_of, over_batch, quantized_matmul_p
+from jax_splitk.ops import checkpointing, lowering, quantized_primitive, taylor
+from jax_splitk.ops.call import Primitive
+from jax_splitk.ops.quantized_primitive import QuantizedCall, leaves_of, over_batch, quantized_matmul_p
 from jax_splitk.problems import quantized_reference as reference
 from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.runtime import _compat
 from jax_splitk.tuning.options import Options
 
-# (x, *leaves, dot) -> x times the tangent of the weight, of which `dot` is that of the leaf `wrt`.
+# (x, *leaves, dot) -> x times the tangent of the weight, of which `dot` is that of a leaf.
 weight_tangent_p = core.Primitive("quantized_weight_tangent")
 # (x, *leaves, *leaves of the second weight) -> the product; the second weight computes the cotangent of x.
-paired_p = lowering.Primitive("quantized_matmul_paired")
+paired_p = Primitive("quantized_matmul_paired")
 
 _PARTS = ("scale", "zero_point")
 
@@ -35,13 +37,44 @@ class Back:
     options: Options
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class WeightTangent(QuantizedCall):
+    """x times the tangent of a weight. `wrt`: the leaf that moves, one of `_PARTS`."""
+
+    wrt: str
+
+    primitive = weight_tangent_p
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PairedCall(QuantizedCall):
+    """The product whose cotangent of x is computed with a second weight. `own`: how many leaves the first one has."""
+
+    own: int
+    back: Back
+
+    primitive = paired_p
+
+    @property
+    def product(self) -> QuantizedCall:
+        """The call of the product with the first weight."""
+        return QuantizedCall(layout=self.layout, out_dtype=self.out_dtype, options=self.options)
+
+    def problem(self, avals: Sequence[Any]) -> Any:
+        return self.product.problem(avals[: self.own + 1])
+
+    def type_of(self, *avals: Any) -> Any:
+        return self.product.type_of(*avals[: self.own + 1])
+
+
 def bind_paired(
     x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Options, back_leaves: Leaves, back: Back
 ) -> jax.Array:
     """`quantized_primitive.bind` whose cotangent of x is computed with a second weight."""
     own, others = ([leaf for leaf in given if leaf is not None] for given in (leaves, back_leaves))
-    static = {"layout": layout, "out_dtype": jnp.dtype(out_dtype).name, "options": options}
-    return paired_p.bind(x, *own, *others, own=len(own), back=back, **static)
+    dtype = jnp.dtype(out_dtype).name
+    call = PairedCall(layout=layout, out_dtype=dtype, options=options, own=len(own), back=back)
+    return call.bind(x, *own, *others)
 
 
 @contextlib.contextmanager
@@ -58,13 +91,14 @@ def _sum(terms: Sequence[jax.Array], out: jax.Array) -> Any:
 # ---- with respect to what the weight is made of ----------------------------------------------------------------------
 
 
-def _with_tangent(layout: Layout, out_dtype: str, wrt: str) -> Callable[..., jax.Array]:
+def _with_tangent(call: WeightTangent) -> Callable[..., jax.Array]:
     """`weight_tangent_p` of matrices in plain lax."""
+    layout, out_dtype = call.layout, call.out_dtype
 
     def multiplied(x: jax.Array, *operands: jax.Array) -> jax.Array:
         *leaves, dot = operands
         values, scale, zero_point = leaves_of(leaves)
-        if wrt == "scale":
+        if call.wrt == "scale":
             return reference.product(layout, x, (values, dot, zero_point), out_dtype)
         of_zeros = lambda zeros: reference.product(layout, x, (values, scale, zeros), out_dtype)  # noqa: E731
         return jax.jvp(of_zeros, (zero_point,), (dot,))[1]
@@ -72,80 +106,79 @@ def _with_tangent(layout: Layout, out_dtype: str, wrt: str) -> Callable[..., jax
     return multiplied
 
 
-def _tangent(x: Any, *operands: Any, **params: Any) -> jax.Array:
-    types = map(jax.typeof, (x, *operands))
-    sharding = _compat.explicit_sharding(quantized_primitive.type_of_product(*types, **params))
-    automatic = _compat.over_auto_axes(over_batch(_with_tangent(**params), x), sharding)
-    with _traced_as(f"{params['wrt']}_tangent"):
+def _tangent(x: Any, *operands: Any, call: WeightTangent) -> jax.Array:
+    sharding = _compat.explicit_sharding(call.type_of(*map(jax.typeof, (x, *operands))))
+    automatic = _compat.over_auto_axes(over_batch(_with_tangent(call), x), sharding)
+    with _traced_as(f"{call.wrt}_tangent"):
         return automatic(x, *operands)
 
 
-def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
+def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: WeightTangent) -> tuple[jax.Array, Any]:
     (*given, dot), (*given_dots, dot_dot) = primals, tangents
-    out = weight_tangent_p.bind(*primals, **params)
-    terms = [] if isinstance(dot_dot, ad.Zero) else [weight_tangent_p.bind(*given, dot_dot, **params)]
+    out = call.bind(*primals)
+    terms = [] if isinstance(dot_dot, ad.Zero) else [call.bind(*given, dot_dot)]
     asked = [i for i, tangent in enumerate(given_dots) if not isinstance(tangent, ad.Zero)]
     if asked:
 
         def of(*some: jax.Array) -> jax.Array:
             changed = dict(zip(asked, some, strict=True))
-            return _tangent(*[changed.get(i, operand) for i, operand in enumerate(given)], dot, **params)
+            return _tangent(*[changed.get(i, operand) for i, operand in enumerate(given)], dot, call=call)
 
         terms.append(jax.jvp(of, tuple(given[i] for i in asked), tuple(given_dots[i] for i in asked))[1])
     return out, _sum(terms, out)
 
 
-def _tangent_transpose(ct: Any, x: Any, *operands: Any, **params: Any) -> list[Any]:
+def _tangent_transpose(ct: Any, x: Any, *operands: Any, call: WeightTangent) -> list[Any]:
     *leaves, dot = operands
     if isinstance(ct, ad.Zero):
         return [None] * (len(operands) + 1)
     if ad.is_undefined_primal(x):
-        of_x = lambda x: _tangent(x, *operands, **params)  # noqa: E731
+        of_x = lambda x: _tangent(x, *operands, call=call)  # noqa: E731
         with _traced_as("x_gradient"):
             return [*jax.linear_transpose(of_x, x.aval)(ct), *[None] * len(operands)]
-    layout = params["layout"]
-    cotangent = reference.scale_cotangent if params["wrt"] == "scale" else reference.zero_point_cotangent
+    layout = call.layout
+    cotangent = reference.scale_cotangent if call.wrt == "scale" else reference.zero_point_cotangent
 
     def back(x: jax.Array, ct: jax.Array, *leaves: jax.Array) -> jax.Array:
         return reference.group_order(layout, cotangent(layout, x, ct, leaves_of(leaves)), dot.aval)
 
     automatic = _compat.over_auto_axes(over_batch(back, x), _compat.explicit_sharding(dot.aval))
-    with _traced_as(f"{params['wrt']}_gradient"):
+    with _traced_as(f"{call.wrt}_gradient"):
         return [None, *[None] * len(leaves), automatic(x, ct, *leaves)]
 
 
-weight_tangent_p.def_abstract_eval(quantized_primitive.type_of_product)
+weight_tangent_p.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
 lowering.run_outside_jit(weight_tangent_p)
 mlir.register_lowering(weight_tangent_p, mlir.lower_fun(_tangent, False))
 ad.primitive_jvps[weight_tangent_p] = _tangent_jvp
 ad.primitive_transposes[weight_tangent_p] = _tangent_transpose
 quantized_primitive.define_batching(weight_tangent_p)
-quantized_primitive.define_checkpointing(weight_tangent_p)
+checkpointing.define(weight_tangent_p, lax.dot_general_p)
 taylor.define(weight_tangent_p, taylor.composed(_tangent))
 
 
-def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list[jax.Array]:
+def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
     """The result's tangents by those of the weight's leaves."""
-    static = {"layout": params["layout"], "out_dtype": params["out_dtype"]}
+    static = {"layout": call.layout, "out_dtype": call.out_dtype, "options": call.options.without_config()}
     asked = [(wrt, dot) for wrt, dot in zip(_PARTS, tangents[1:], strict=False) if not isinstance(dot, ad.Zero)]
-    return [weight_tangent_p.bind(x, *leaves, dot, wrt=wrt, **static) for wrt, dot in asked]
+    return [WeightTangent(wrt=wrt, **static).bind(x, *leaves, dot) for wrt, dot in asked]
 
 
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall) -> tuple[jax.Array, Any]:
     (x, *leaves), (x_dot, *dots) = primals, tangents
-    out = quantized_matmul_p.bind(*primals, **params)
-    terms = [] if isinstance(x_dot, ad.Zero) else [quantized_matmul_p.bind(x_dot, *leaves, **params)]
-    return out, _sum([*terms, *_weight_terms(x, leaves, dots, params)], out)
+    out = call.bind(*primals)
+    terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
+    return out, _sum([*terms, *_weight_terms(x, leaves, dots, call)], out)
 
 
-def _transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]:
+def _transpose(ct: Any, x: Any, *leaves: Any, call: QuantizedCall) -> list[Any]:
     none = [None] * len(leaves)
     if isinstance(ct, ad.Zero):
         return [None, *none]
-    layout, dtype = params["layout"], x.aval.dtype
+    layout, dtype = call.layout, x.aval.dtype
     back = lambda ct, *operands: reference.product_transposed(layout, ct, leaves_of(operands), dtype)  # noqa: E731
     automatic = _compat.over_auto_axes(over_batch(back, ct), _compat.explicit_sharding(x.aval))
     with _traced_as("x_gradient"):
@@ -156,10 +189,9 @@ ad.primitive_jvps[quantized_matmul_p] = _jvp
 ad.primitive_transposes[quantized_matmul_p] = _transpose
 
 
-def _in_lax(x: jax.Array, *leaves: jax.Array, **params: Any) -> jax.Array:
+def _in_lax(x: jax.Array, *leaves: jax.Array, call: QuantizedCall) -> jax.Array:
     """The product in plain lax, for Taylor coefficients: it is linear in x, and not in the weight's leaves."""
-    layout, out_dtype = params["layout"], params["out_dtype"]
-    product = lambda x, *leaves: reference.product(layout, x, leaves_of(leaves), out_dtype)  # noqa: E731
+    product = lambda x, *leaves: reference.product(call.layout, x, leaves_of(leaves), call.out_dtype)  # noqa: E731
     return over_batch(product, x)(x, *leaves)
 
 
@@ -210,40 +242,32 @@ def _by_second_jvp(pair: _Pair, primals: Any, tangents: Any) -> tuple[jax.Array,
 _by_second.defjvp(_by_second_jvp, symbolic_zeros=True)
 
 
-def _alone(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the product itself."""
-    return {name: params[name] for name in ("layout", "out_dtype", "options")}
+def _product(*operands: jax.Array, call: PairedCall) -> jax.Array:
+    return call.product.bind(*operands[: call.own + 1])
 
 
-def _product(*operands: jax.Array, **params: Any) -> jax.Array:
-    return quantized_matmul_p.bind(*operands[: params["own"] + 1], **_alone(params))
+def _paired_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: PairedCall) -> tuple[jax.Array, Any]:
+    (x, *leaves), (x_dot, *dots), own = primals, tangents, call.own
+    out = call.bind(*primals)
+    terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
+    return out, _sum([*terms, *_weight_terms(x, leaves[:own], dots[:own], call)], out)
 
 
-def _paired_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[jax.Array, Any]:
-    (x, *leaves), (x_dot, *dots), own = primals, tangents, params["own"]
-    out = paired_p.bind(*primals, **params)
-    terms = [] if isinstance(x_dot, ad.Zero) else [paired_p.bind(x_dot, *leaves, **params)]
-    return out, _sum([*terms, *_weight_terms(x, leaves[:own], dots[:own], params)], out)
-
-
-def _paired_transpose(ct: Any, x: Any, *leaves: Any, **params: Any) -> list[Any]:
-    own, none = params["own"], [None] * len(leaves)
+def _paired_transpose(ct: Any, x: Any, *leaves: Any, call: PairedCall) -> list[Any]:
+    own, none = call.own, [None] * len(leaves)
     if isinstance(ct, ad.Zero) or ct.dtype.name not in X_DTYPES:
-        return [*_transpose(ct, x, *leaves[:own], **_alone(params)), *none[own:]]
-    pair = _Pair(params["layout"], x.aval.dtype, params["back"])
+        return [*_transpose(ct, x, *leaves[:own], call=call.product), *none[own:]]
+    pair = _Pair(call.layout, x.aval.dtype, call.back)
     back = lambda ct, *all: _by_second(pair, ct, leaves_of(all[:own]), leaves_of(all[own:]))  # noqa: E731
     with jax.named_scope("x_gradient"):
         return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
 
 
-paired_p.def_abstract_eval(
-    lambda *avals, **params: quantized_primitive.type_of_product(*avals[: params["own"] + 1], **_alone(params))
-)
+paired_p.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
 lowering.run_outside_jit(paired_p)
-paired_p.problem_of = lambda avals, params: quantized_matmul_p.problem_of(avals[: params["own"] + 1], _alone(params))
 mlir.register_lowering(paired_p, mlir.lower_fun(_product, False))
 ad.primitive_jvps[paired_p] = _paired_jvp
 ad.primitive_transposes[paired_p] = _paired_transpose
 quantized_primitive.define_batching(paired_p)
-quantized_primitive.define_checkpointing(paired_p)
+checkpointing.define(paired_p, lax.dot_general_p)
 taylor.define(paired_p, taylor.composed(_product))

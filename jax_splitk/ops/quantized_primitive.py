@@ -1,4 +1,4 @@
-"""The `quantized_matmul` primitive: its type, batching and lowering (quantized_gradient.py differentiates it).
+"""The `quantized_matmul` primitive: its type, batching and lowering (`quantized_gradient` differentiates it).
 
 Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
 one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.refusal`) is lowered to
@@ -18,6 +18,7 @@ from jax.extend import core
 from jax.interpreters import batching
 
 from jax_splitk.ops import checkpointing, lowering, partitioning
+from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import Layout, Leaves, problem_product
@@ -25,66 +26,93 @@ from jax_splitk.quantized.packing import cuts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
-quantized_matmul_p = lowering.Primitive("quantized_matmul")
+quantized_matmul_p = Primitive("quantized_matmul")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class QuantizedCall(Call):
+    """The product with a weight whose arrays `layout` describes."""
+
+    layout: Layout
+
+    primitive = quantized_matmul_p
+
+    def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
+        """The problem of the product with one weight, also where there is a batch of them."""
+        x, _, scale, *zero_point = avals
+        layout = self.layout
+        return QuantizedMatmulProblem(
+            rows=_compat.static_or_symbolic(x.shape[-2]),
+            k=layout.shape[0],
+            features=layout.shape[1],
+            x_dtype=x.dtype.name,
+            out_dtype=self.out_dtype,
+            qtype=layout.qtype,
+            group_size=layout.group_size,
+            scale_dtype=scale.dtype.name,
+            zero_dtype=zero_point[0].dtype.name if zero_point else "none",
+            layout=int(layout.version or 0),
+        )
+
+    def rule(self, avals: Sequence[Any]) -> Rule | str:
+        """A product is divided over rows of x, and over features and k in what packing lets be cut."""
+        x, _, scale, *zero_points = avals
+        layout = self.layout
+        batch = tuple(f"weight{i}" for i in range(x.ndim - 2))
+        units = {**dict(zip(batch, x.shape, strict=False)), "rows": x.shape[-2]}
+        if layout.version is None:  # XLA's in any case; explicit axes ask for the result's sharding
+            units["features"] = layout.shape[1]
+            words = groups = (*batch, "k", "features")
+        else:
+            units["k"], units["features"] = cuts(layout.shape, layout.group_size)
+            words = (*batch, "features", "k", "word")
+            groups = (*batch, "features", "k" if scale.shape[-2] > 1 else "channel", "lane")
+        per_group = [groups] * (1 + len(zero_points))
+        return Rule(((*batch, "rows", "k"), words, *per_group), (*batch, "rows", "features"), units, self._divided)
+
+    def _divided(self, parts: Mapping[str, int]) -> "QuantizedCall":
+        """The call of one part."""
+        (k, features), group = self.layout.shape, self.layout.group_size
+        part = k // parts.get("k", 1)
+        shape = (part, features // parts.get("features", 1))
+        layout = dataclasses.replace(self.layout, shape=shape, group_size=part if group == k else group)
+        return dataclasses.replace(self, layout=layout)
+
+    def type_of(self, *avals: Any) -> Any:
+        x = avals[0]
+        out = _compat.like(x, (*x.shape[:-1], self.layout.shape[1]), self.out_dtype)
+        return partitioning.with_explicit_sharding(out, self, avals)
+
+    def in_lax(self, problem: Any, out: Any) -> Callable[..., jax.Array]:
+        return over_batch(lambda *operands: problem_product(problem, *operands), out)
+
+    def with_kernel(
+        self, problem: QuantizedMatmulProblem, out: Any, custom_call: CustomCall
+    ) -> Callable[..., jax.Array] | None:
+        if out.ndim == 2:
+            return None
+
+        def one_by_one(*operands: jax.Array) -> jax.Array:
+            function: Callable[..., jax.Array] = lambda *one: execute.call(custom_call, problem, *one)  # noqa: E731
+            for _ in range(operands[0].ndim - 2):
+                function = lambda *many, each=function: lax.map(lambda one: each(*one), many)  # noqa: E731
+            return function(*operands)
+
+        return one_by_one
+
+    def as_lax(self, avals: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The product with the dequantized weight."""
+        x, batch = avals[0], tuple(range(avals[0].ndim - 2))
+        weight = _compat.like(x, (*x.shape[:-2], *self.layout.shape), x.dtype)
+        numbers = (((x.ndim - 1,), (x.ndim - 2,)), (batch, batch))
+        of_lax = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
+        return (x, weight), of_lax | {"preferred_element_type": jnp.dtype(self.out_dtype)}
 
 
 def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Any) -> jax.Array:
     """x [n, k] @ w of the weight that `leaves` and `layout` describe."""
-    present = [leaf for leaf in leaves if leaf is not None]
-    return quantized_matmul_p.bind(x, *present, layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
-
-
-def _problem_of(avals: Sequence[Any], params: dict[str, Any]) -> QuantizedMatmulProblem:
-    """The problem of an equation, of one of its weights if it has a batch of them."""
-    x, _, scale, *zero_point = avals
-    layout: Layout = params["layout"]
-    return QuantizedMatmulProblem(
-        rows=_compat.static_or_symbolic(x.shape[-2]),
-        k=layout.shape[0],
-        features=layout.shape[1],
-        x_dtype=jnp.dtype(x.dtype).name,
-        out_dtype=params["out_dtype"],
-        qtype=layout.qtype,
-        group_size=layout.group_size,
-        scale_dtype=jnp.dtype(scale.dtype).name,
-        zero_dtype=jnp.dtype(zero_point[0].dtype).name if zero_point else "none",
-        layout=int(layout.version or 0),
-    )
-
-
-def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule | str:
-    """How a product is divided: over rows of x, and over features and k in what packing lets be cut."""
-    x, _, scale, *zero_points = avals
-    layout: Layout = params["layout"]
-    batch = tuple(f"weight{i}" for i in range(x.ndim - 2))
-    units = {**dict(zip(batch, x.shape, strict=False)), "rows": x.shape[-2]}
-    if layout.version is None:  # XLA's in any case; explicit axes ask for the result's sharding
-        units["features"] = layout.shape[1]
-        words = groups = (*batch, "k", "features")
-    else:
-        units["k"], units["features"] = cuts(layout.shape, layout.group_size)
-        words = (*batch, "features", "k", "word")
-        groups = (*batch, "features", "k" if scale.shape[-2] > 1 else "channel", "lane")
-    per_group = [groups] * (1 + len(zero_points))
-    return Rule(((*batch, "rows", "k"), words, *per_group), (*batch, "rows", "features"), units, _divided)
-
-
-def _divided(params: dict[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
-    """The parameters of one part."""
-    layout: Layout = params["layout"]
-    (k, features), group = layout.shape, layout.group_size
-    part = k // parts.get("k", 1)
-    shape = (part, features // parts.get("features", 1))
-    return {**params, "layout": dataclasses.replace(layout, shape=shape, group_size=part if group == k else group)}
-
-
-def type_of_product(x: Any, values: Any, *leaves: Any, **params: Any) -> Any:
-    """Of x's leading dimensions and the weight's features."""
-    out = _compat.like(x, (*x.shape[:-1], params["layout"].shape[1]), params["out_dtype"])
-    return partitioning.with_explicit_sharding(out, _rule_of, (x, values, *leaves), params)
-
-
-# ---- batching --------------------------------------------------------------------------------------------------------
+    call = QuantizedCall(layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
+    return call.bind(x, *[leaf for leaf in leaves if leaf is not None])
 
 
 def leaves_of(operands: Sequence[Any]) -> Leaves:
@@ -102,69 +130,23 @@ def over_batch(function: Callable[..., jax.Array], x: Any) -> Callable[..., jax.
 def define_batching(primitive: core.Primitive) -> None:
     """Gives a primitive of (x, operands that belong to the weight) its rule for vmap."""
 
-    def batch(operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
+    def batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> tuple[jax.Array, int]:
         x, *leaves = operands
         x_dim, *leaf_dims = dims
         if x_dim is not None and leaf_dims == [None] * len(leaves):
-            if "options" in params and params["options"].config is not None:  # chosen for the rows that the caller sees
-                return lax.map(lambda x: primitive.bind(x, *leaves, **params), jnp.moveaxis(x, x_dim, 0)), 0
+            if call.options.config is not None:  # chosen for the rows that the caller sees
+                return lax.map(lambda x: call.bind(x, *leaves), jnp.moveaxis(x, x_dim, 0)), 0
             x = jnp.moveaxis(x, x_dim, -3)
             *batch, size, rows, k = x.shape
-            out = primitive.bind(x.reshape(*batch, size * rows, k), *leaves, **params)
+            out = call.bind(x.reshape(*batch, size * rows, k), *leaves)
             return out.reshape(*batch, size, rows, out.shape[-1]), len(batch)
         (size,) = {operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
         in_front = [batching.bdim_at_front(operand, dim, size) for operand, dim in zip(operands, dims, strict=True)]
-        return primitive.bind(*in_front, **params), 0
+        return call.bind(*in_front), 0
 
     batching.primitive_batchers[primitive] = batch
 
 
 define_batching(quantized_matmul_p)
-
-
-# ---- checkpoint ------------------------------------------------------------------------------------------------------
-
-
-def _as_lax(avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The product with the dequantized weight, as a policy of `jax.checkpoint` sees it."""
-    x, batch = avals[0], tuple(range(avals[0].ndim - 2))
-    weight = _compat.like(x, (*x.shape[:-2], *params["layout"].shape), x.dtype)
-    numbers = (((x.ndim - 1,), (x.ndim - 2,)), (batch, batch))
-    out_dtype = jnp.dtype(params["out_dtype"])
-    of_lax = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
-    return (x, weight), of_lax | {"preferred_element_type": out_dtype}
-
-
-def define_checkpointing(primitive: core.Primitive) -> None:
-    """Gives a primitive of (x, operands that belong to the weight) its rule for policies of `jax.checkpoint`."""
-    checkpointing.saved_as(primitive, lax.dot_general_p, _as_lax)
-
-
-define_checkpointing(quantized_matmul_p)
-
-
-# ---- lowering --------------------------------------------------------------------------------------------------------
-
-
-def _with_xla(problem: QuantizedMatmulProblem, params: dict[str, Any], out: Any) -> Callable[..., jax.Array]:
-    del params
-    return over_batch(lambda *operands: problem_product(problem, *operands), out)
-
-
-def _with_kernel(
-    problem: QuantizedMatmulProblem, params: dict[str, Any], out: Any, custom_call: CustomCall
-) -> Callable[..., jax.Array] | None:
-    del params
-    if out.ndim == 2:
-        return None
-
-    def one_by_one(*operands: jax.Array) -> jax.Array:
-        function: Callable[..., jax.Array] = lambda *one: execute.call(custom_call, problem, *one)  # noqa: E731
-        for _ in range(operands[0].ndim - 2):
-            function = lambda *many, each=function: lax.map(lambda one: each(*one), many)  # noqa: E731
-        return function(*operands)
-
-    return one_by_one
-
-
-lowering.define(quantized_matmul_p, type_of_product, _problem_of, _with_xla, _with_kernel, _rule_of)
+checkpointing.define(quantized_matmul_p, lax.dot_general_p)
+lowering.define(quantized_matmul_p)

@@ -1,4 +1,4 @@
-"""The parameter of the `ragged_dot` primitive: a grouped product with a batch, and how JAX's rules see it.
+"""The `ragged_dot` primitive and its parameter: a grouped product with a batch.
 
 Operands are lhs, rhs, group_sizes (int32) and optionally group_offset (int32 [1]), as in `RaggedDotProblem`, each with
 some of the batch dimensions in front. The result has all batch dimensions. Lowering makes the choice for one element of
@@ -14,27 +14,28 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
+from jax_splitk.ops import partitioning
+from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.ragged_dot import Mode, RaggedDotProblem
 from jax_splitk.problems.ragged_layout import Batch
 from jax_splitk.problems.ragged_reference import batched, bounds
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
-from jax_splitk.tuning.options import Options
+
+ragged_dot_p = Primitive("jax_splitk_ragged_dot")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedDotCall:
-    """One pass of a grouped product. Its methods take `avals`, the operands or their types.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class RaggedDotCall(Call):
+    """One pass of a grouped product.
 
     Attributes:
       mode, groups, rhs_order: as in `RaggedDotProblem`.
       has_offset: whether group_offset is an operand.
       compute_dtype: dtype to which lhs and rhs are rounded.
-      out_dtype: dtype of the result.
       precision: as in `RaggedDotProblem`.
       batch: the batch dimensions of lhs, of rhs and of group_sizes, in ascending order.
-      options: the caller's options.
     """
 
     mode: Mode
@@ -42,10 +43,10 @@ class RaggedDotCall:
     rhs_order: str
     has_offset: bool
     compute_dtype: str
-    out_dtype: str
     precision: str
     batch: Batch
-    options: Options
+
+    primitive = ragged_dot_p
 
     @property
     def is_forward(self) -> bool:
@@ -80,7 +81,7 @@ class RaggedDotCall:
     def type_of(self, *avals: Any) -> Any:
         shape = (*self.batch_shape(avals), *self.problem(avals).out_shape)
         varying = next((x for x in avals if _compat.aval_vma(x)), avals[0])
-        return _compat.like(varying, shape, self.out_dtype)
+        return partitioning.with_explicit_sharding(_compat.like(varying, shape, self.out_dtype), self, avals)
 
     # ---- among devices -----------------------------------------------------------------------------------------------
 

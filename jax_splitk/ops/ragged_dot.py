@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_splitk.ops import ragged_primitive
+from jax_splitk.ops import ragged_gradient as _gradient  # noqa: F401 - the primitive's rules
 from jax_splitk.ops.dot_general import dot_general
 from jax_splitk.ops.ragged_call import RaggedDotCall
 from jax_splitk.problems import ragged_layout
@@ -191,7 +191,7 @@ def _routed(
     )
     operands = [_as_operand(x, found.lhs), _as_operand(y, found.rhs), _sizes(sizes, found)]
     operands += [] if offset is None else [offset]
-    out = ragged_primitive.bind(call, *_compat.vary_alike(tuple(operands)))
+    out = call.bind(*operands)
     if found.summed:
         out = out.sum(found.summed).astype(out_dtype)
     out = _reshaped(out, found.split)

@@ -1,4 +1,4 @@
-"""Finding jax_splitk's operations in a traced function, and what its trace says of where they will run."""
+"""Finds jax_splitk's operations in a traced function, and tells whether the function runs on several devices."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 
 from jax_splitk.ops import lowering, propagation
+from jax_splitk.ops.call import Primitive, call_of
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
@@ -22,12 +23,15 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> core.Jaxpr:
 def operations(
     jaxpr: core.Jaxpr, fn: Callable[..., Any], args: Any, kwargs: Any, platform: str, *, every: bool = False
 ) -> list[Operation]:
-    """Our operations in `jaxpr`, the trace of `fn(*args, **kwargs)`, in its order; of a program for several devices, as
-    each device computes them. `every`: quiet passes, too, for which no kernel is chosen (`propagation.operations`)."""
+    """The operations of ours in `jaxpr`, the trace of `fn(*args, **kwargs)`, in its order.
+
+    Those of a program for several devices are as each device computes them. `every`: also implied passes for which no
+    kernel is chosen (`propagation.operations`).
+    """
     if _spans_devices(jaxpr, (args, kwargs)):
         found = propagation.operations(fn, args, kwargs, platform, every=every)
     else:
-        found = [Operation(problem, eqn.params["options"]) for eqn, problem in ours(jaxpr, platform)]
+        found = [Operation(problem, call_of(eqn).options) for eqn, problem in ours(jaxpr, platform)]
     return [_served(each, platform) for each in found]
 
 
@@ -40,21 +44,27 @@ def _served(operation: Operation, platform: str) -> Operation:
 
 
 def ours(jaxpr: core.Jaxpr, platform: str) -> Iterator[tuple[core.JaxprEqn, Problem]]:
-    """Our equations, also those inside other equations' functions, and what they compute; without those that are lax's
-    on that platform."""
+    """The equations of ours, also those inside other equations' functions, and their problems. Equations that are lax's
+    on that platform are left out."""
     for eqn in equations(jaxpr):
-        if isinstance(eqn.primitive, lowering.Primitive):
-            problem = lowering.routed(eqn.primitive, [var.aval for var in eqn.invars], eqn.params, platform)
+        if isinstance(eqn.primitive, Primitive):
+            problem = lowering.routed(call_of(eqn), [var.aval for var in eqn.invars], platform)
             if problem is not None:
                 yield eqn, problem
 
 
 def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
     """Whether the function, under jit, is one program for several devices: by the shardings of its arguments, or by
-    shardings and meshes that it names itself. Arrays that it closes over have no say."""
+    shardings and meshes that it names itself. Arrays that it closes over do not count."""
     if any(_several(getattr(array, "sharding", None)) for array in jax.tree.leaves(arguments)):
         return True
-    return any(_several(leaf) for eqn in equations(jaxpr) for leaf in jax.tree.leaves(list(eqn.params.values())))
+    return any(_several(placement) for eqn in equations(jaxpr) for placement in _placements(eqn))
+
+
+def _placements(eqn: core.JaxprEqn) -> Iterator[Any]:
+    """Shardings, meshes and whatever else the parameters of an equation hold."""
+    for value in jax.tree.leaves(list(eqn.params.values())):
+        yield getattr(value, "out_sharding", value)
 
 
 def _several(placement: Any) -> bool:
@@ -66,7 +76,7 @@ def _several(placement: Any) -> bool:
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """All of a function's, also those inside other equations' functions."""
+    """All equations of a function, also those inside other equations' functions."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in inner(eqn):

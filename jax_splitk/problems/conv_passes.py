@@ -1,8 +1,8 @@
-"""The passes of a convolution as those of another one, whose lhs is this one's g.
+"""Each pass of a convolution as a pass of the transposed convolution, whose lhs is this one's g.
 
-With unit strides the gradient of the input is a forward convolution of g with a mirrored weight. Strides of the one are
-`lhs_dilation` of the other: a transposed convolution is the gradient of an input. The gradient of its weight is that of
-a convolution with strides, mirrored.
+With unit strides the gradient of the input is a forward convolution of g with a mirrored weight. Strides of the one
+convolution are `lhs_dilation` of the other. So what is called a transposed convolution is the gradient of an input, and
+the gradient of its weight is that of a convolution with strides, mirrored.
 """
 
 import dataclasses
@@ -30,43 +30,47 @@ class ConvDgradProblem(ConvProblem):
 
 PASSES: tuple[type[ConvProblem], ...] = (ConvFpropProblem, ConvDgradProblem)
 
+_WINDOW = ("window_strides", "lhs_dilation", "rhs_dilation")
+_SIZES = ("input_spatial", "output_spatial", "kernel_spatial")
+
 # Fields that change places where lhs and g do.
 _OTHER_WAY = (("input_spatial", "output_spatial"), ("in_channels", "out_channels"), ("window_strides", "lhs_dilation"))
 
 
 def canonical(problem: Any) -> Any:
-    """A problem of any pass with at least one spatial dimension, batch groups as feature groups, a single tap not
-    dilated, and what dilates its lhs without a stride as a pass of the other convolution."""
+    """The problem in the form that kernels know.
+
+    It has at least one spatial dimension, feature groups in place of batch groups, and no dilation of a single tap.
+    A pass that dilates lhs and has no strides becomes a pass of the transposed convolution.
+    """
+    changed: dict[str, Any] = {}
     if problem.rank == 0:
-        windows = dict.fromkeys(("window_strides", "lhs_dilation", "rhs_dilation"), (1,))
-        pixels = dict.fromkeys(("input_spatial", "output_spatial", "kernel_spatial"), (1,))
-        problem = dataclasses.replace(problem, padding=((0, 0),), **windows, **pixels)
-    taps = zip(problem.kernel_spatial, problem.rhs_dilation, strict=True)
-    problem = dataclasses.replace(problem, rhs_dilation=tuple(1 if n == 1 else dilation for n, dilation in taps))
-    groups = problem.batch_group_count
-    if groups > 1:
-        batch, channels = problem.batch // groups, problem.in_channels * groups
-        problem = dataclasses.replace(
-            problem, batch=batch, in_channels=channels, feature_group_count=groups, batch_group_count=1
-        )
+        changed = dict.fromkeys((*_WINDOW, *_SIZES), (1,)) | {"padding": ((0, 0),)}
+    elif 1 in problem.kernel_spatial and set(problem.rhs_dilation) != {1}:
+        taps = zip(problem.kernel_spatial, problem.rhs_dilation, strict=True)
+        changed = {"rhs_dilation": tuple(1 if n == 1 else dilation for n, dilation in taps)}
+    if (groups := problem.batch_group_count) > 1:
+        changed |= {"batch": problem.batch // groups, "in_channels": problem.in_channels * groups}
+        changed |= {"feature_group_count": groups, "batch_group_count": 1}
+    problem = dataclasses.replace(problem, **changed) if changed else problem
     known = _compat.is_known(*problem.input_spatial, *problem.output_spatial)  # else it is XLA's
-    return other_way(problem) if is_transposed(problem) and known else problem
+    return transposed(problem) if is_transposed(problem) and known else problem
 
 
 def is_transposed(of: Any) -> bool:
-    """Whether a problem, or the parameters of a convolution, are of one that dilates its lhs without a stride."""
+    """Whether a problem, or a convolution's parameters, dilate lhs and have no strides."""
     return set(of.lhs_dilation) != {1} and set(of.window_strides) == {1}
 
 
-def other_way(problem: ConvProblem) -> ConvProblem:
-    """The same sums as a pass of another convolution, whose weight is `mirrored`: what was its lhs is its g. Forward
-    pass and input gradient change places."""
+def transposed(problem: ConvProblem) -> ConvProblem:
+    """The same sums as a pass of the transposed convolution: lhs and g change places, the weight is `mirrored`, and the
+    forward pass becomes the input gradient and the other way round."""
     fprop, dgrad = PASSES
     other = {fprop: dgrad, dgrad: fprop}
     base = dilated(problem.output_spatial, problem.window_strides)
     window = dilated(problem.kernel_spatial, problem.rhs_dilation)
     sizes = zip(problem.input_spatial, problem.lhs_dilation, problem.padding, base, window, strict=True)
-    # From the first tap to the last they change places; the high side is what gives the size.
+    # Padding is counted from the last tap in place of the first; the high side follows from the size.
     pairs = tuple(
         (taps - 1 - low, (size - 1) * dilation + 1 - count + low) for size, dilation, (low, _), count, taps in sizes
     )

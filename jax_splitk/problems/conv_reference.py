@@ -7,12 +7,12 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from jax_splitk.problems.conv_passes import other_way
+from jax_splitk.problems.conv_passes import transposed
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, dilated
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import RefusedValue, wider
 
-# As it is now: `jax_splitk.intercept`, and users, put ours in its place.
+# Taken when this module is imported: `jax_splitk.intercept`, and users, may replace lax's by ours later.
 lax_conv = lax.conv_general_dilated
 
 NHWC_SPECS = {
@@ -42,8 +42,8 @@ def wgrad_padding(problem: ConvWgradProblem) -> list[tuple[int, int]]:
 def cropped(
     lhs: jax.Array, axes: Sequence[int], padding: Sequence[tuple[Any, Any]], dilation: Sequence[int]
 ) -> tuple[jax.Array, list[tuple[Any, Any]]]:
-    """lhs and its padding for the same convolution, which crops no low side where it extends the high one: the pixels
-    that it would crop are sliced off before. `dilation` is lhs's.
+    """lhs and padding for the same convolution without a low side that crops while the high side extends: the pixels
+    that the low side would crop are sliced off before. `dilation` is lhs's.
 
     XLA:CPU of jaxlib 0.10 and 0.11 computes a convolution that does both wrongly, or ends the process.
     """
@@ -97,7 +97,7 @@ def _convolved(
     padding: Sequence[tuple[int, int]],
     **window: Any,
 ) -> jax.Array:
-    """lax does not narrow: a result of fewer bits than the operands is converted afterwards."""
+    """lax's convolution. A result of fewer bits than the operands is converted afterwards: lax does not narrow."""
     lhs, padding = cropped(lhs, specs.lhs_spec[2:], padding, problem.lhs_dilation)
     window |= {"padding": padding, "lhs_dilation": problem.lhs_dilation, "dimension_numbers": specs}
     precision, wide = lax_precision(problem.precision), wider(problem.dtype, problem.out_dtype)
@@ -122,12 +122,12 @@ def conv_fprop(lhs: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Arra
 def conv_dgrad(g: jax.Array, rhs: jax.Array, problem: ConvProblem) -> jax.Array:
     """The gradient of the input, in canonical layouts and without batch groups, as one convolution of g, as lax's own
     transpose rule builds it. Unlike through `jax.vjp`, the result's dtype can be chosen."""
-    return conv_fprop(g, mirrored(rhs, problem.feature_group_count), other_way(problem))
+    return conv_fprop(g, mirrored(rhs, problem.feature_group_count), transposed(problem))
 
 
 def mirrored(rhs: jax.Array, groups: int) -> jax.Array:
-    """The weight of the convolution that goes the other way (`other_way`): [*kernel, K / groups, C], in which the taps
-    are reversed, of [*kernel, C / groups, K]."""
+    """The weight of the transposed convolution (`conv_passes.transposed`): from [*kernel, C / groups, K] to
+    [*kernel, K / groups, C], with reversed taps."""
     *kernel, in_channels, out_channels = rhs.shape
     rhs = jnp.moveaxis(rhs.reshape(*kernel, in_channels, groups, out_channels // groups), -1, -3)
     rhs = jnp.swapaxes(rhs, -1, -2).reshape(*kernel, out_channels // groups, groups * in_channels)

@@ -10,7 +10,7 @@ from jax_splitk.runtime.arguments import quoted, require
 
 Pairs = tuple[tuple[int, int], ...]
 
-# Of a convolution's operands and of its weight gradient.
+# Dtypes of a convolution's operands and of its weight gradient.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 PRECISIONS = ("default", "high", "highest")
@@ -132,7 +132,7 @@ class ConvProblem:
 
     @property
     def refusal(self) -> str | None:
-        """Why no kernel on any platform takes it: each family says for itself."""
+        """None: each family says for itself what it refuses."""
         return None
 
     @property
@@ -158,7 +158,7 @@ class ConvProblem:
 
     @property
     def brief(self) -> str:
-        """The batch, the image, channels in and out, the filter and what is not usual of it."""
+        """The batch, the image, channels in and out, the filter, and strides, dilations and groups above 1."""
         image, taps = ("x".join(map(str, sizes)) for sizes in (self.input_spatial, self.kernel_spatial))
         moves = {"stride": self.window_strides, "lhs_dilation": self.lhs_dilation, "dilation": self.rhs_dilation}
         window = " ".join([taps, *(f"{said} {_once(values)}" for said, values in moves.items() if set(values) != {1})])
@@ -170,7 +170,7 @@ class ConvProblem:
 
 
 def _once(values: tuple[int, ...]) -> str:
-    """2 for 2x2."""
+    """One number where all are equal: "2" for (2, 2), "2x1" for (2, 1)."""
     return "x".join(map(str, values if len(set(values)) > 1 else values[:1]))
 
 

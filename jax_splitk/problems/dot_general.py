@@ -80,7 +80,7 @@ class DotProblem:
 
     @property
     def epilogue(self) -> str:
-        """In words; "" where there is none."""
+        """The epilogue in words; empty where there is none."""
         parts = (
             f"bias over {self.bias} in {self.bias_dtype}" if self.bias != "none" else "",
             self.activation if self.activation != "none" else "",
@@ -90,13 +90,13 @@ class DotProblem:
 
     @property
     def epilogue_dtype(self) -> str:
-        """In which the epilogue is computed."""
+        """The dtype in which the epilogue is computed."""
         dtypes = (self.dtype, self.out_dtype, self.bias_dtype, self.residual_dtype)
         return "float64" if "float64" in dtypes else "float32"
 
     @property
     def product(self) -> "DotProblem":
-        """Without the epilogue."""
+        """The same product without its epilogue."""
         if not self.epilogue:
             return self
         none = {"bias": "none", "bias_dtype": "none", "activation": "none", "residual_dtype": "none"}
@@ -114,12 +114,12 @@ class DotProblem:
 
     @property
     def lhs_shape(self) -> tuple[int, ...]:
-        """In memory."""
+        """The shape in memory."""
         return self._shape(self.lhs_order)
 
     @property
     def rhs_shape(self) -> tuple[int, ...]:
-        """In memory."""
+        """The shape in memory."""
         return self._shape(self.rhs_order)
 
     def _shape(self, order: str) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ class DotProblem:
 
     @property
     def brief(self) -> str:
-        """m, n and k of each product."""
+        """How many products, and m, n and k of each."""
         batch = f"{self.batch} of " if self.batch != 1 else ""
         epilogue = f", {self.epilogue}" if self.epilogue else ""
         dtypes = brief_dtypes(self.dtype, self.out_dtype)

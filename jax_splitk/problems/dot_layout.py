@@ -1,5 +1,5 @@
-"""From `lax.dot_general`'s dimension numbers to a `DotProblem`: which dimensions of an operand are one, and in what
-order they lie.
+"""How `lax.dot_general`'s operands become those of a `DotProblem`: which of their dimensions are merged into one, and
+in which order the merged dimensions lie in memory.
 """
 
 import dataclasses
@@ -71,6 +71,6 @@ def _operand(shape: Sequence[int], contracting: Sequence[int], batch: Sequence[i
 
 
 def _ascends(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether dimensions that are to be one lie in their order."""
+    """Whether dimensions that are to be merged lie in their order."""
     those = [i for i in dims if shape[i] != 1]
     return those == sorted(those)

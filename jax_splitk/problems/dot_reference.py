@@ -6,12 +6,12 @@ from jax import lax
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, DotProblem
 from jax_splitk.runtime.arguments import wider
 
-# As it is now: users put ours in its place.
+# Taken when this module is imported: users may replace lax's by ours later.
 lax_dot_general = lax.dot_general
 
 
 def wide_dtype(dtype: str, out_dtype: str) -> str:
-    """Of lax's product."""
+    """The dtype of lax's product, from which a result of `out_dtype` is rounded."""
     return out_dtype if dtype == E4M3 else wider(dtype, out_dtype).name
 
 

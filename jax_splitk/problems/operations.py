@@ -1,4 +1,4 @@
-"""What checking, measuring and storing need to know of each operation: a line in `OPERATIONS` tunes a new one."""
+"""What checks, measurements and caches need to know about each operation. A new operation is a line in `OPERATIONS`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]
 
 
 def _normal_operands(problem: Problem, seed: int) -> tuple[np.ndarray, ...]:
-    """Normally distributed."""
+    """Normally distributed operands."""
     return normals(problem.operand_types, seed)
 
 

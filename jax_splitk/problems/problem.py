@@ -59,7 +59,7 @@ class Problem(Protocol):
 
 
 def nbytes(shape: Sequence[int], dtype: str) -> int:
-    """Of an array."""
+    """The size of an array in bytes."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 

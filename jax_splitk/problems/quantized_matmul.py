@@ -104,7 +104,7 @@ class QuantizedMatmulProblem:
         return tuple(dataclasses.replace(self, rows=n) for n in dict.fromkeys(rows))
 
     def represented(self) -> Iterator["QuantizedMatmulProblem"]:
-        """Of the problems that this one's decision may hold for, one for each number of tiles, of any width."""
+        """Problems that this one's decision may hold for: one for each number of tiles that their rows fill."""
         for rows in range(self.rows, 0, -_NARROWEST_TILE):
             problem = dataclasses.replace(self, rows=rows)
             if self not in problem.representatives():
@@ -143,12 +143,12 @@ class QuantizedMatmulProblem:
 
     @property
     def words_shape(self) -> tuple[int, int, int]:
-        """Of the packed elements, uint32."""
+        """The shape of the packed elements, uint32."""
         return packed_shapes((self.k, self.features), self.bits, self.group_size)[0]
 
     @property
     def scale_shape(self) -> tuple[int, int, int]:
-        """Of the packed scales and zero points."""
+        """The shape of the packed scales and zero points."""
         return packed_shapes((self.k, self.features), self.bits, self.group_size)[1]
 
     @property

@@ -1,6 +1,6 @@
-"""Random operands without a generator that XLA compiles: stretches of numbers that the host draws once.
+"""Random operands made on the host: each is a stretch of numbers that are drawn once.
 
-XLA takes half a second on an H200 to compile a generator for a shape, and holds up what is measured meanwhile.
+XLA would take half a second on an H200 to compile a generator for each shape, and delay what is measured meanwhile.
 """
 
 import functools
@@ -17,7 +17,7 @@ _STEP = 2654435761  # from one seed's place to the next one's
 
 
 class Stretches:
-    """One stretch after the other, around and around, from a place that belongs to the seed."""
+    """Takes one stretch after the other from a ring of numbers, from a place that the seed gives."""
 
     def __init__(self, seed: int):
         self._begin = seed * _STEP % _COUNT
@@ -62,6 +62,6 @@ def _words() -> np.ndarray:
 
 
 def _frozen(numbers: np.ndarray) -> np.ndarray:
-    """The same, which stretches are views of."""
+    """The numbers as a read-only array, since stretches are views of it."""
     numbers.setflags(write=False)
     return numbers

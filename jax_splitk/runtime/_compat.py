@@ -95,6 +95,8 @@ def vary_like(x: jax.Array, *others: Any) -> jax.Array:
 def vary_alike(operands: Any) -> Any:
     """The pytree with each of its arrays varying over every mesh axis that any of them varies over."""
     every = jax.tree.leaves(operands)
+    if not any([aval_vma(jax.typeof(x)) for x in every]):
+        return operands
     return jax.tree.map(lambda x: vary_like(x, *every), operands)
 
 

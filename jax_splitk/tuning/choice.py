@@ -42,7 +42,7 @@ class Candidate:
         """The launches of a legal candidate that is not XLA."""
         if self.family is None:
             raise TypeError("XLA's operation has no plan")
-        return self.family.plan(problem, self.config)
+        return _planned(self.family.plan, problem, self.config)
 
     def custom_call(self, problem: Problem) -> CustomCall:
         """What a legal candidate that is not XLA is lowered to; raises what compiling its kernels does."""
@@ -71,6 +71,12 @@ def _refusal(family: Family, problem: Problem, target: Target) -> str | None:
 
 
 XLA = Candidate()
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(plan: Callable[..., DevicePlan | CustomCall], problem: Problem, config: Any) -> DevicePlan | CustomCall:
+    """The plan of a family, which is the same each time that a program is lowered."""
+    return plan(problem, config)
 
 
 @dataclasses.dataclass(frozen=True)

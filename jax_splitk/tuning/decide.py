@@ -104,13 +104,13 @@ class InCommon:
 
 
 def frozen_mode(query: Query) -> Choice | None:
-    """In frozen mode XLA for a quiet pass, which caches of weight gradients do not have; FrozenCacheMiss for what the
-    caller named. No answer where no decision is needed, or there is one that has none for the implementation."""
+    """In frozen mode XLA for an implied pass, which caches of weight gradients do not have; FrozenCacheMiss for a pass
+    that the caller named. No answer where no decision is needed, or one has none for the implementation."""
     problem = query.key.problem
     if not query.final or disk.mode() != "frozen" or why_not_tuned(problem, query.key.target) or lookup.LOCAL(query):
         return None
     reason = "no entry, and JAX_SPLITK_CACHE_MODE=frozen"
-    if not query.options.quiet:
+    if not query.options.implied:
         raise FrozenCacheMiss(f"{problem}: {reason}; {_elsewhere(query.key)}{command(query.key, query.limit)}")
     return Choice(problem, XLA, reason, costs=would_serve(problem, query.key.target))
 
@@ -140,7 +140,7 @@ def cost_model(query: Query) -> Choice | None:
     faster = None
     if not options.explicit:
         # In doubt a pass that nobody named stays as it was.
-        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.quiet)
+        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.implied)
     if faster is not None:
         said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
         return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")

@@ -21,18 +21,18 @@ class Options:
     """What the caller asked for; see `jax_splitk.conv_wgrad` for each field. None leaves it to the enclosing blocks,
     then to the defaults.
 
-    `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced. `quiet` is the
-    operation where the caller named another, to which it belongs: lax's without a word, unless a kernel competes.
-    `alone` is a quiet forward pass of which nobody wants a gradient (a model that is initialised, or evaluated): it
-    takes the decisions that there are, and no miss is measured for it.
+    `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced. `implied` marks a
+    pass of a convolution that the caller did not name: it is lax's without a word, unless a kernel competes.
+    `forward_only` marks an implied forward pass without a gradient, as where a model is initialised or evaluated: the
+    decisions that there are hold for it, and no miss is measured.
     """
 
     config: Any = None
     implementation: Implementation | None = None
     workspace_limit_bytes: int | None = None
     tuning: Any = None
-    quiet: bool = False
-    alone: bool = False
+    implied: bool = False
+    forward_only: bool = False
 
     @property
     def explicit(self) -> bool:
@@ -43,10 +43,12 @@ class Options:
         """For another problem, which the config was not made for."""
         return dataclasses.replace(self, config=None)
 
-    def of_another_pass(self, *, quiet: bool = True, alone: bool = False) -> "Options":
+    def of_another_pass(self, *, implied: bool = True, forward_only: bool = False) -> "Options":
         """For another pass of a convolution, where an implementation may not be able to serve."""
         implementation = "xla" if self.implementation == "xla" else None
-        return dataclasses.replace(self, config=None, implementation=implementation, quiet=quiet, alone=alone)
+        return dataclasses.replace(
+            self, config=None, implementation=implementation, implied=implied, forward_only=forward_only
+        )
 
     @property
     def workspace_limit(self) -> int:

@@ -53,7 +53,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         missing = without_code(choice, target) if final and not together else None
         if missing is None:
             return choice
-        if disk.mode() == "frozen" and not options.explicit and not options.quiet:
+        if disk.mode() == "frozen" and not options.explicit and not options.implied:
             raise FrozenCacheMiss(f"{problem}: no cache has the kernel of {choice.candidate}, and {missing}")
     reason = _why_xla(problem, target, options) if choice is None else f"{choice.candidate.name}: {missing}"
     if options.explicit:
@@ -93,8 +93,8 @@ def _why_xla(problem: Problem, target: Target, options: Options) -> str:
 
 
 def is_silent(choice: Choice, options: Options) -> bool:
-    """Whether it is a quiet pass that is lax's because XLA is faster: nothing that anybody has to know."""
-    return options.quiet and choice.candidate == XLA and not choice.costs
+    """Whether it is an implied pass that is lax's because XLA is faster: nothing that anybody has to know."""
+    return options.implied and choice.candidate == XLA and not choice.costs
 
 
 def announce(choice: Choice, options: Options) -> None:

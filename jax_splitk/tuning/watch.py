@@ -19,7 +19,7 @@ class Watched:
     Attributes:
       again: whether keys that a cache has are measured too, each once.
       exact: whether a problem is measured itself, where another one's decision would do.
-      alone: whether forward passes that no gradient was asked of are measured (`Options.alone`).
+      forward_only: whether forward passes without a gradient are measured (`Options.forward_only`).
       choices: choices of the operations that were lowered, with how often; without silent ones.
       silent: how many passes were left to lax because XLA is faster (`tuning.select.is_silent`).
       asked: every operation that was lowered, by problem and the caller's options, with how often; also those that no
@@ -30,7 +30,7 @@ class Watched:
 
     again: bool = False
     exact: bool = False
-    alone: bool = False
+    forward_only: bool = False
     choices: dict[Choice, int] = dataclasses.field(default_factory=dict)
     silent: int = 0
     asked: dict[tuple[Problem, Options], int] = dataclasses.field(default_factory=dict)
@@ -46,9 +46,9 @@ class Watch:
         self._thread = threading.local()
 
     @contextlib.contextmanager
-    def watching(self, *, again: bool = False, exact: bool = False, alone: bool = False) -> Iterator[Watched]:
+    def watching(self, *, again: bool = False, exact: bool = False, forward_only: bool = False) -> Iterator[Watched]:
         """Records what is lowered and decided while the block runs; see `Watched`."""
-        watched = Watched(again, exact, alone)
+        watched = Watched(again, exact, forward_only)
         self.watchers.append(watched)
         try:
             yield watched
@@ -95,7 +95,7 @@ class Watch:
 
     def measures(self, options: Options) -> bool:
         """Whether a miss of a call with these options is measured, if tuning is on."""
-        return not options.alone or any(watched.alone for watched in self.watchers)
+        return not options.forward_only or any(watched.forward_only for watched in self.watchers)
 
 
 state = Watch()

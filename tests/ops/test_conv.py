@@ -18,6 +18,7 @@ import jax_splitk
 from benchmarks import cases
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering, trace
+from jax_splitk.ops.call import call_of
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests import float64
 from tests.convolutions import EMPTY_OUTPUT, GEOMETRIES, NHWC, PLAIN, Conv
@@ -46,7 +47,7 @@ def test_problem_has_the_operands_shapes(name: str) -> None:
     conv = GEOMETRIES[name]
     jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
     ((eqn, problem),) = trace.ours(jaxpr.jaxpr, "cpu")
-    specs: Any = eqn.params["convolution"].dimension_numbers
+    specs: Any = call_of(eqn).convolution.dimension_numbers
     problem.validate()
     n, c, *spatial = specs.lhs_spec
     batch, channels = conv.lhs_shape[n] // conv.batch_groups, conv.lhs_shape[c] * conv.batch_groups

@@ -18,8 +18,9 @@ import jax_splitk
 from jax_splitk.kernels.conv import host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.ops import lowering, trace
+from jax_splitk.ops.call import call_of
 from jax_splitk.ops.decision import Decision
-from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, transposed
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.plan import HOST_CONV_TARGET as HOST
 from jax_splitk.runtime.target import target_for
@@ -142,10 +143,10 @@ def test_problems_are_valid_in_both_directions(name: str) -> None:
     lhs, rhs, g = conv.integers(generator(6))
     for run, x in ((fprop(conv), lhs), (dgrad(conv), g)):
         (decision,) = jax_splitk.explain(run, x, rhs).decisions
-        there = other_way(decision.problem)
-        for problem in (decision.problem, there, other_way(there)):
+        there = transposed(decision.problem)
+        for problem in (decision.problem, there, transposed(there)):
             problem.validate()
-        assert there.out_shape == other_way(there).out_shape == run(x, rhs).shape
+        assert there.out_shape == transposed(there).out_shape == run(x, rhs).shape
 
 
 def test_a_single_tap_is_not_dilated() -> None:
@@ -174,7 +175,7 @@ def test_a_transposed_convolution_is_an_input_gradient(strides: tuple[int, int])
     forward = trace.traced(upsample, (x, w), {})
     (eqn,) = [eqn for eqn in trace.equations(forward) if eqn.primitive.name == "conv_fprop"]
     (problem,) = [d.problem for d in jax_splitk.explain(fprop(Conv(
-        (5, 6), (4, 4), 2, (4, 8), strides=(1, 1), lhs_dilation=strides, padding=eqn.params["convolution"].padding
+        (5, 6), (4, 4), 2, (4, 8), strides=(1, 1), lhs_dilation=strides, padding=call_of(eqn).convolution.padding
     )), x, jnp.ones((4, 4, 4, 8))).decisions]  # fmt: skip
     assert (problem.op, problem.window_strides, problem.lhs_dilation) == ("conv_dgrad", strides, (1, 1))
     assert problem.out_shape == upsample(x, w).shape

@@ -258,3 +258,13 @@ def test_ours_in_laxs_place_does_not_call_itself(monkeypatch: pytest.MonkeyPatch
         np.testing.assert_array_equal(lax.dot_general(a, b, numbers), np.full((3, 5), 4))
     gradient = jax.grad(lambda x: jax_splitk.quantized_matmul(x, weight).sum())(jnp.ones((2, 64)))
     np.testing.assert_allclose(gradient, 8, atol=0.05)  # of a quantized 1
+
+
+@pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable", "dots_saveable"])
+def test_products_of_scalars_that_jax_keeps_as_numbers_of_python(policy: str) -> None:
+    """jax 0.12 keeps a number as it is between the passes, without what arrays have."""
+    dot = lambda x, y: jax_splitk.dot_general(x, y, (((), ()), ((), ())))  # noqa: E731
+    cube = jax.checkpoint(lambda x: dot(x, dot(x, x)), policy=getattr(jax.checkpoint_policies, policy))
+    pulled = lambda x: jax.vjp(jax.grad(cube), x)[1](1.0)[0]  # noqa: E731
+    for second in (jax.grad(jax.grad(cube)), jax.jacfwd(jax.grad(cube)), pulled):
+        assert second(3.0) == 18

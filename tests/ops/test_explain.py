@@ -16,7 +16,8 @@ from jax_splitk import explain
 from jax_splitk.kernels import xla
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.ops import lowering, trace
+from jax_splitk.ops import trace
+from jax_splitk.ops.call import Primitive, call_of
 from jax_splitk.ops.decision import Decision, Gain
 from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lax_convolutions import passes
@@ -351,9 +352,9 @@ def test_the_problems_of_a_plain_convolution_are_the_routed_ones(name: str, insi
     with jax_splitk.intercept():
         routed = trace.equations(trace.traced(jax.grad(fn, (0, 1)), (w, x), {}))
         expected = {
-            eqn.primitive.problem_of([var.aval for var in eqn.invars], eqn.params)
+            call_of(eqn).problem([var.aval for var in eqn.invars])
             for eqn in routed
-            if isinstance(eqn.primitive, lowering.Primitive)
+            if isinstance(eqn.primitive, Primitive)
         }
     assert found == expected
     assert len(found) == 3

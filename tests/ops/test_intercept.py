@@ -211,7 +211,7 @@ def test_an_error_inside_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPa
         def broken(*args: Any, error: type[Exception] = error, **kwargs: Any) -> jax.Array:
             raise error("inside")
 
-        monkeypatch.setattr(conv, "bind_fprop", broken)
+        monkeypatch.setattr(conv, "ConvFprop", broken)
         with intercept(), pytest.raises(error, match="inside"):
             plain(W, X)
 

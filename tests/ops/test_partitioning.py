@@ -600,7 +600,7 @@ def test_a_part_of_a_weight_outside_of_shard_map_is_refused() -> None:
 ])  # fmt: skip
 def test_division(operands: Any, result: Any, axes: dict[str, Any], gathered: tuple[str, ...]) -> None:
     units = {"k": 6, "m": 8, "n": 8}
-    rule = Rule((("k", "m"), ("k", "n")), ("m", "n"), units, lambda params, _: params)
+    rule = Rule((("k", "m"), ("k", "n")), ("m", "n"), units, lambda _: None)
     assert partitioning.division(rule, AXES, operands, result) == partitioning.Division(axes, gathered)
 
 

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk import prepack, quantize, quantized_matmul
 from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.ops import lowering, trace
-from jax_splitk.ops.quantized_primitive import quantized_matmul_p
+from jax_splitk.ops import quantized_primitive, trace
 from jax_splitk.problems import quantized_reference
 from jax_splitk.quantized import PackedWeight, dequantize, unpack
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET
@@ -78,7 +77,6 @@ def test_packed_weights_and_small_activations_go_to_the_kernel() -> None:
     assert calls(quantized_matmul, x, unpack(w)) == 0
     assert calls(BY_XLA, x, w) == 0
     assert calls(quantized_matmul, jnp.zeros((0, 192), jnp.bfloat16), w) == 0
-    assert lowering.jitted(quantized_matmul_p) is lowering.jitted(quantized_matmul_p)
 
 
 FALLBACKS = [
@@ -286,7 +284,7 @@ def test_the_primitive_is_linear_in_x_and_differentiable_in_scale_and_zero_point
 
     def ours(x: jax.Array, words: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
         options = Options(implementation="host")
-        return quantized_matmul_p.bind(x, words, scale, zero, layout=layout, out_dtype="float32", options=options)
+        return quantized_primitive.bind(x, (words, scale, zero), layout, "float32", options)
 
     def theirs(x: jax.Array, words: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
         return quantized_reference.product(layout, x, (words, scale, zero), "float32")

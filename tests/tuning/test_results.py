@@ -17,7 +17,7 @@ import jax_splitk
 from jax_splitk.kernels.quantized import host as quantized_host
 from jax_splitk.kernels.wgrad import host as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options, check_options, current
@@ -149,13 +149,13 @@ def test_a_result_reaches_the_gradient_of_a_convolution() -> None:
 def test_jit_traces_again_where_the_context_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     lhs, g, expected = operands(generator(8))
     traces, plans = [], []
-    make_plan = wgrad_host.FAMILY.plan
+    make_plan = Candidate.plan
 
-    def planned(problem: ConvWgradProblem, config: Any) -> Any:
-        plans.append(config)
-        return make_plan(problem, config)
+    def planned(candidate: Candidate, problem: ConvWgradProblem) -> Any:
+        plans.append(candidate.config)
+        return make_plan(candidate, problem)
 
-    monkeypatch.setattr(wgrad_host.FAMILY, "plan", planned)
+    monkeypatch.setattr(Candidate, "plan", planned)
 
     @jax.jit
     def run(lhs: jax.Array, g: jax.Array) -> jax.Array:

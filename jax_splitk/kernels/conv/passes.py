@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from jax_splitk.kernels.family import Family, ModelledFamily, call_buffers
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros
-from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
+from jax_splitk.problems.conv_passes import ConvFpropProblem, transposed
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Buffer
 
@@ -33,7 +33,7 @@ def of_both_passes(family: type[_Family], name: str, config: type[Any]) -> tuple
 def forward(problem: ConvProblem) -> ConvProblem:
     """As a forward pass: `stride` and `lhs_dilation` are DOWN and UP of device code. Of an input gradient the weight
     is mirrored."""
-    return problem if isinstance(problem, ConvFpropProblem) else other_way(problem)
+    return problem if isinstance(problem, ConvFpropProblem) else transposed(problem)
 
 
 def steps_refusal(g: Geometry, most: int) -> str | None:

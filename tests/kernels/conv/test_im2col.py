@@ -15,7 +15,7 @@ import pytest
 from jax_splitk.kernels.conv import im2col, phases
 from jax_splitk.kernels.conv.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
-from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, transposed
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Im2colMap, TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -181,7 +181,7 @@ def test_partial_sums_that_integers_cannot_count_are_refused() -> None:
 
 def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
     """For each spatial dimension, all (output pixel, tap, input pixel) that are multiplied."""
-    forward = p if isinstance(p, ConvFpropProblem) else other_way(p)
+    forward = p if isinstance(p, ConvFpropProblem) else transposed(p)
     found = []
     for axis, (low, _) in enumerate(forward.padding):
         of = set()

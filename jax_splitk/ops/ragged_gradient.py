@@ -1,4 +1,4 @@
-"""The `ragged_dot` primitive: grouped matrix products, and their rules for differentiation and vmap.
+"""Differentiation and batching of the `ragged_dot` primitive.
 
 It is bilinear in lhs and rhs, and its passes are each other's transposes: both cotangents of a "rhs_gradient" are
 "forward" products, and a "forward" product has one of each.
@@ -13,32 +13,24 @@ from jax import lax
 from jax import numpy as jnp
 from jax.interpreters import ad, batching
 
-from jax_splitk.ops import checkpointing, lowering, partitioning, taylor
+from jax_splitk.ops import checkpointing, lowering, taylor
 from jax_splitk.ops.folding import mapped_size, one_by_one
-from jax_splitk.ops.partitioning import Rule
-from jax_splitk.ops.ragged_call import RaggedDotCall
+from jax_splitk.ops.ragged_call import RaggedDotCall, ragged_dot_p
 from jax_splitk.problems.dot_general import E4M3
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
 
-ragged_dot_p = lowering.Primitive("jax_splitk_ragged_dot")
-
-
-def bind(call: RaggedDotCall, *operands: jax.Array) -> jax.Array:
-    return ragged_dot_p.bind(*operands, call=call, options=call.options)
-
-
 # ---- differentiation -------------------------------------------------------------------------------------------------
 
 
-def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: RaggedDotCall, **_: Any) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: RaggedDotCall) -> tuple[Any, Any]:
     lhs, rhs, *rest = primals
     of_lhs, of_rhs = tangents[:2]
-    out, terms = bind(call, *primals), []
+    out, terms = call.bind(*primals), []
     if not isinstance(of_lhs, ad.Zero):
-        terms.append(bind(call, of_lhs, rhs, *rest))
+        terms.append(call.bind(of_lhs, rhs, *rest))
     if not isinstance(of_rhs, ad.Zero):
-        terms.append(bind(call, lhs, of_rhs, *rest))
+        terms.append(call.bind(lhs, of_rhs, *rest))
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, sum(terms[1:], start=terms[0])
@@ -47,7 +39,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: RaggedD
 # The operand being solved for arrives as a placeholder that has only a type, `.aval`.
 
 
-def _transpose(ct: Any, lhs: Any, rhs: Any, *rest: Any, call: RaggedDotCall, **_: Any) -> tuple[Any, ...]:
+def _transpose(ct: Any, lhs: Any, rhs: Any, *rest: Any, call: RaggedDotCall) -> tuple[Any, ...]:
     nothing = (None,) * len(rest)
     if isinstance(ct, ad.Zero):
         return None, None, *nothing
@@ -98,7 +90,7 @@ def _cotangent(
         out_dtype=out_dtype.name,
         options=call.options.without_config(),
     )
-    out = bind(another, *operands, *rest)
+    out = another.bind(*operands, *rest)
     out = out.sum(summed) if summed else out
     return _compat.placed_like(out.astype(of.dtype), of)
 
@@ -107,28 +99,21 @@ ad.primitive_jvps[ragged_dot_p] = _jvp
 ad.primitive_transposes[ragged_dot_p] = _transpose
 
 
-def _taylor(
-    primals: Sequence[jax.Array], series: Sequence[Any], *, call: RaggedDotCall, **_: Any
-) -> tuple[jax.Array, list[jax.Array]]:
-    product = lambda lhs, rhs: bind(call, lhs, rhs, *primals[2:])  # noqa: E731
-    return taylor.bilinear_in(product)(primals[:2], series[:2])
-
-
-taylor.define(ragged_dot_p, _taylor)
+taylor.define(ragged_dot_p, taylor.bilinear)
 
 
 # ---- batching --------------------------------------------------------------------------------------------------------
 
 
 def _batch(
-    args: Sequence[jax.Array], dims: Sequence[int | None], *, call: RaggedDotCall, **params: Any
+    args: Sequence[jax.Array], dims: Sequence[int | None], *, call: RaggedDotCall
 ) -> tuple[jax.Array, int | None]:
     """What is mapped alone becomes a part of the rows (lhs) or of the columns that the result has of it; all else is
     one more dimension of the batch."""
     if all(dim is None for dim in dims):
-        return bind(call, *args), None
+        return call.bind(*args), None
     if call.options.config is not None or any(dim is not None for dim in dims[3:]):
-        return one_by_one(ragged_dot_p, args, dims, {"call": call, **params}), 0
+        return one_by_one(args, dims, call), 0
     lhs, rhs, sizes, *offset = args
     mapped = tuple(i for i in range(3) if dims[i] is not None)
     if mapped == (0,):
@@ -138,7 +123,7 @@ def _batch(
     size = mapped_size(args, dims)
     in_front = [x if dim is None else batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True)]
     batch = tuple((*((0,) if i in mapped else ()), *(dim + 1 for dim in those)) for i, those in enumerate(call.batch))
-    return bind(dataclasses.replace(call, batch=batch), *in_front), 0
+    return dataclasses.replace(call, batch=batch).bind(*in_front), 0
 
 
 def _with_wider_lhs(
@@ -150,9 +135,9 @@ def _with_wider_lhs(
     *front, m, _, k = wide.shape
     if call.is_forward:
         sizes = jnp.clip(sizes, 0, m) * size
-        out = bind(call, wide.reshape(*front, m * size, k), rhs, sizes, *offset)
+        out = call.bind(wide.reshape(*front, m * size, k), rhs, sizes, *offset)
         return out.reshape(*out.shape[:-2], m, size, out.shape[-1]), out.ndim - 1
-    out = bind(call, wide.reshape(*front, m, size * k), rhs, sizes, *offset)
+    out = call.bind(wide.reshape(*front, m, size * k), rhs, sizes, *offset)
     return out.reshape(*out.shape[:-2], size, k, out.shape[-1]), out.ndim - 2
 
 
@@ -162,35 +147,12 @@ def _with_wider_rhs(
     """A mapped rhs of a rhs gradient alone: its columns stand next to each other."""
     wide = jnp.moveaxis(rhs, dim or 0, -2)  # [..., m, size, n]
     *front, size, n = wide.shape
-    out = bind(call, lhs, wide.reshape(*front, size * n), sizes, *offset)
+    out = call.bind(lhs, wide.reshape(*front, size * n), sizes, *offset)
     return out.reshape(*out.shape[:-1], size, n), out.ndim - 1
 
 
 batching.primitive_batchers[ragged_dot_p] = _batch
 
 
-# ---- the rest --------------------------------------------------------------------------------------------------------
-
-checkpointing.saved_as(ragged_dot_p, lax.dot_general_p, lambda avals, params: params["call"].as_lax(avals))
-
-
-# ---- lowering --------------------------------------------------------------------------------------------------------
-
-
-def _rule_of(avals: Sequence[Any], params: dict[str, Any]) -> Rule:
-    rule = params["call"].rule(avals)
-    return dataclasses.replace(rule, divided=lambda params, parts: {**params, "call": rule.divided(parts)})
-
-
-def _abstract_eval(*avals: Any, **params: Any) -> Any:
-    return partitioning.with_explicit_sharding(params["call"].type_of(*avals), _rule_of, avals, params)
-
-
-lowering.define(
-    ragged_dot_p,
-    _abstract_eval,
-    lambda avals, params: params["call"].problem(avals),
-    lambda problem, params, out: params["call"].in_lax(problem, out),
-    lambda problem, params, out, custom_call: params["call"].with_kernel(problem, out, custom_call),
-    _rule_of,
-)
+checkpointing.define(ragged_dot_p, lax.dot_general_p)
+lowering.define(ragged_dot_p)
