@@ -290,9 +290,12 @@ def test_no_docstring_begins_with_of() -> None:
     """A genitive needs its noun in the same sentence."""
 
     def genitives(path: pathlib.Path) -> list[str]:
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        texts = (ast.get_docstring(node) or "" for node in ast.walk(parsed(path)) if isinstance(node, documented))
-        return [text for text in texts if text.startswith("Of ")]
+        return [
+            text
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and (text := ast.get_docstring(node) or "").startswith("Of ")
+        ]
 
     wrong = offenders(python("jax_splitk", "benchmarks", "examples", "tests"), genitives)
     assert not set(wrong) - {f"jax_splitk/{name}" for name in GENITIVES}
