@@ -1,8 +1,8 @@
-"""Decisions that serve more problems than their own: of products with a few rows more.
+"""Decisions that hold for several problems: for products with somewhat fewer rows.
 
-What a config's time depends on of the rows is how many tiles they fill. A problem names its representatives, whose rows
-fill the same tiles, or nearly so (`QuantizedMatmulProblem.representatives`). The first of them decides whose config is
-legal for the problem, and loses little there by the cost model.
+The time of a config depends on how many tiles the rows fill. A problem names its representatives: problems whose rows
+fill the same tiles, or nearly so (`QuantizedMatmulProblem.representatives`). The first representative decides whose
+config is legal for the problem, and loses little there according to the cost model.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key, key_for
 
-# How much slower than the best for a problem another one's config may be, by the cost model.
+# How much slower than a problem's best config a representative's may be, by the cost model.
 MAX_LOSS = 0.03
 
-# In an entry's metadata: what the problem has that decided for it.
+# Key in an entry's metadata: how the representative that decided differs from the problem.
 REPRESENTATIVE = "decision of"
 
 
@@ -36,14 +36,13 @@ def derived(key: Key, found: Found, workspace_limit: int) -> Found | None:
         return None
     differing = _differing(entry.key, key)
     evidence = {"predicted": None, "metadata": {REPRESENTATIVE: differing}, "measurements": []}
-    return Found(
-        Entry(key, candidate, entry.workspace_limit_bytes, evidence), f"{found.where}, decision of {differing}"
-    )
+    derived_entry = Entry(key, candidate, entry.workspace_limit_bytes, evidence)
+    return Found(derived_entry, f"{found.where}, decision of {differing}")
 
 
 def to_tune(key: Key, workspace_limit: int) -> list[Key]:
-    """What is measured for `key`, until one's decision holds for it: representatives whose best config by the model
-    does, then itself."""
+    """The keys to measure for `key`, until the decision of one holds for it: the representatives whose best config by
+    the cost model holds for it, then itself."""
     found = []
     for other in representatives(key):
         best = model.best(other, workspace_limit)
@@ -53,7 +52,7 @@ def to_tune(key: Key, workspace_limit: int) -> list[Key]:
 
 
 def needed(entry: Entry) -> Iterator[tuple[Candidate, Problem]]:
-    """What may be lowered because of an entry: its choice, for its own problem and for others that it decides for."""
+    """What may be lowered because of an entry: its choice, for its own problem and for those that it represents."""
     yield entry.choice, entry.key.problem
     for problem in OPERATIONS[entry.key.problem.op].represented(entry.key.problem):
         candidate = choice_for(key_for(problem, entry.key.target), entry, entry.workspace_limit_bytes)
@@ -71,8 +70,8 @@ def choice_for(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None
 
 
 def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entry: Entry | None = None) -> float:
-    """How much slower than the best for `key` the candidate is that was chosen for `other`: 0.05 for 5%; infinite where
-    it is not legal, or where that is not known. `entry`: `other`'s."""
+    """How much slower than the best for `key` a candidate is that was chosen for `other`: 0.05 for 5%. Infinite where
+    the candidate is not legal, or the loss is not known. `entry` is the entry of `other`."""
     here, there = model.best(key, workspace_limit), model.best(other, workspace_limit)
     legal = candidate.refusal(key.problem, key.target) is None
     if here is None or there is None or min(here[0], there[0]) <= 0:
@@ -80,21 +79,21 @@ def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entr
     if not legal or candidate.workspace_bytes(key.problem) > workspace_limit:
         return float("inf")
     if candidate.family is None:
-        # XLA's time is not larger for fewer rows, and ours as much smaller as the model says.
+        # XLA takes no longer for fewer rows, and ours is faster by as much as the model says.
         ours = min((m.us for m in entry.measurements if m.us and m.candidate != XLA), default=None) if entry else None
         xla = entry.us(XLA) if entry else None
         ours = None if ours is None else ours * here[0] / there[0]
-        # A time of an entry may be as small as a number can be.
+        # An entry's time may be the smallest of all floats, and become zero.
         return xla / ours - 1 if ours and xla else float("inf")
     losses = [
         candidate.family.estimate(k.problem, candidate.config, key.target) / best[0]
         for k, best in ((key, here), (other, there))
     ]
-    # What the model holds against the config where it was measured to be the fastest is the model's error.
+    # A loss that the model predicts where the config was measured to be the fastest is the model's error.
     return losses[0] / max(1.0, losses[1]) - 1
 
 
 def _differing(key: Key, other: Key) -> str:
-    """What the problem of `key` has otherwise: 32 rows."""
+    """How the problem of `key` differs from that of `other`: "32 rows"."""
     values, others = map(dataclasses.asdict, (key.problem, other.problem))
     return ", ".join(f"{value} {name}" for name, value in values.items() if value != others[name])

@@ -1,4 +1,4 @@
-"""What follows from how sure the cost models are."""
+"""Decisions that depend on how sure the cost models are."""
 
 import math
 from collections.abc import Sequence
@@ -8,18 +8,19 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate
 
-# Estimates of one family err together for the most part: what is left of its uncertainty between two of its configs.
+# Share of a family's uncertainty that counts between two of its configs: most of their errors are the same.
 _WITHIN_FAMILY = 0.5
-# Part of both models' uncertainties. Of 202 random quantized products 0.5% were over 5% slower than XLA with it, 1.5%
-# with 1. With 0, 266 random weight gradients lost 5.6% in the mean instead of 5.3%.
+# Share of both models' uncertainty by which XLA must be faster. Of 202 random quantized products 0.5% were over 5%
+# slower than XLA with this share, 1.5% with a share of 1. With 0, 266 random weight gradients lost 5.6% in the mean
+# instead of 5.3%.
 DOUBT = 0.15
 
 
 def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: Target) -> list[Candidate]:
-    """Those of the candidates that may well be the fastest: few where the models are sure.
+    """The candidates that may well be the fastest: few where the models are sure.
 
     Args:
-      ranking: candidates of ours with their predicted seconds, the fastest first.
+      ranking: our candidates with their predicted seconds, the fastest first.
     """
     if not ranking:
         return []
@@ -38,8 +39,8 @@ def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: 
 def faster_xla(
     candidate: Candidate, seconds: float, problem: Problem, target: Target, *, doubted: bool = True
 ) -> float | None:
-    """XLA's predicted seconds where a candidate of ours, of so many, is slower by more than `DOUBT` of both models'
-    uncertainties; or at all, if these are not `doubted`."""
+    """XLA's predicted seconds, where our candidate is predicted to be slower by more than `DOUBT` times the uncertainty
+    of both models, or by any amount unless `doubted`. None otherwise."""
     of_xla = xla.estimate(problem, target)
     if of_xla is None or candidate.family is None:
         return None

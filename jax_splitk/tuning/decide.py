@@ -75,14 +75,16 @@ class InCommon:
     def __call__(self, query: Query) -> Found | None:
         if not query.here:
             return self._ask(query)
-        query.again, query.exact = watch.state.wishes(query.key)
+        if watch.state.watchers:
+            query.again, query.exact = watch.state.wishes(query.key)
         if agreement.needed():
             # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
             settled = ("agreed", query.key, query.limit, watch.state.measures(query.options))
             found = once.state.result(settled, lambda: self._agree(query))
         else:
             found = self._ask(query)
-        watch.state.decided(query.key, None if found is None else found.entry)
+        if watch.state.watchers:
+            watch.state.decided(query.key, None if found is None else found.entry)
         return found
 
     def _ask(self, query: Query) -> Found | None:
@@ -99,7 +101,7 @@ class InCommon:
         agreed, of_process_0 = agreement.agree(query.key, query.limit, entry)
         if not agreed:
             return lookup.SHIPPED_TABLE(query)  # the same in every process
-        # Process 0 itself knows who had it.
+        # In process 0 the answer says who had it.
         return query.held or (None if of_process_0 is None else Found(of_process_0, "process 0's decision"))
 
 
@@ -112,7 +114,7 @@ def frozen_mode(query: Query) -> Choice | None:
     reason = "no entry, and JAX_SPLITK_CACHE_MODE=frozen"
     if not query.options.implied:
         raise FrozenCacheMiss(f"{problem}: {reason}; {_elsewhere(query.key)}{command(query.key, query.limit)}")
-    return Choice(problem, XLA, reason, costs=would_serve(problem, query.key.target))
+    return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, query.key.target))
 
 
 def _elsewhere(key: Key) -> str:
@@ -132,14 +134,14 @@ def _elsewhere(key: Key) -> str:
 def cost_model(query: Query) -> Choice | None:
     """The cost model's best config, or XLA where that is predicted to be faster and nothing was asked for."""
     problem, target, options = query.key.problem, query.key.target, query.options
-    families = [f for f in query.families if options.implementation or f.unmeasured_refusal(problem) is None]
+    families = [f for f in query.families if options.implementation or f.why_xla_untuned(problem) is None]
     best = model.best(query.key, query.limit, families)
     if best is None:
         return None
     seconds, candidate, total = best
     faster = None
     if not options.explicit:
-        # In doubt a pass that nobody named stays as it was.
+        # An implied pass stays XLA's in doubt.
         faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.implied)
     if faster is not None:
         said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"

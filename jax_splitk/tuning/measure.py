@@ -1,4 +1,4 @@
-"""Timing candidates on the local device: ahead-of-time compiled calls over rotated inputs, candidates in turns."""
+"""Timing of candidates on the local device, in turns, with inputs that rotate past the caches."""
 
 import concurrent.futures
 import contextlib
@@ -21,47 +21,47 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import device, profile, watch, xla_choices
+from jax_splitk.tuning import device, profile, searches, watch
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
 
 _logger = logging.getLogger("jax_splitk")
 
-# An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
+# Bytes of inputs to rotate: an H200's L2 holds 50 MiB, so that inputs come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
 MAX_INPUT_SETS = 24
-# Of one executable: XLA prepares each convolution in it by itself, cuDNN's plan included, for up to 0.2 s.
+# Sets in one executable: XLA prepares each convolution in it by itself, with cuDNN's plan, for up to 0.2 s.
 CALLED_TOGETHER = 4
 WARM_UP_CALLS = 3  # of an executable: the first ones load code
-ROUND_SECONDS = 3e-3  # by the wall clock
-DEVICE_ROUND_SECONDS = 1.5e-3
+ROUND_SECONDS = 3e-3  # of a round by the wall clock
+DEVICE_ROUND_SECONDS = 1.5e-3  # of a round by the profiler
 DEVICE_ROUNDS = 3
 PROFILES = (
-    2  # that are taken of what decides: a pause of the host can spoil one, and clocks tell little of short kernels
+    2  # attempts in the finals: a pause of the host can spoil a profile, and the clock says little of short kernels
 )
-MAX_TRACED_CALLS = 48  # the host takes longer to start short ones than they do
-SCREENING_CALLS = 24
+MAX_TRACED_CALLS = 48  # in a round: the host takes longer to start short kernels than they run
+SCREENING_CALLS = 24  # in a single round
 KIND_ROUNDS = 4
 LOCK_SECONDS = 0.2
-# For what runs while another search may hold the device: no CUDA graphs. A thread that launches one while another's
-# profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
+# Compiler options of what runs while another search may hold the device: no CUDA graphs. A thread that launches a graph
+# while another's profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
 WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
-# Relative norm of the difference from XLA's result: rounding to the output's dtype, and fp32 accumulation.
+# Accepted relative error against XLA's result: rounding to the output's dtype, and float32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
-MOST_OF_XLAS = 10  # times that: what is further off is wrong, whoever computed it
+MOST_OF_XLAS = 10  # times the tolerance: a result of XLA's that is further off excuses no candidate
 
 
 @dataclasses.dataclass
 class Contestant:
-    """A candidate that compiled: `run()` executes it once on every input set, without waiting."""
+    """A candidate that compiled. `run()` starts it once on every set of inputs, and does not wait."""
 
     candidate: Candidate
     run: Callable[[], Any]
-    times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
-    device_times: list[float] = dataclasses.field(default_factory=list)  # the same, by the profiler
+    times: list[float] = dataclasses.field(default_factory=list)  # microseconds of a call, by the wall clock
+    device_times: list[float] = dataclasses.field(default_factory=list)  # microseconds of a call, by the profiler
     error: str | None = None  # why it failed while it was timed
-    module: str = ""  # as which the profiler knows it
-    warm_us: float = 0.0  # a call's part of the last warm-up, which the host may have held up
+    module: str = ""  # its name in profiles
+    warm_us: float = 0.0  # microseconds of a call in the last warm-up; the host may have delayed it
     of_kind: Callable[[int], Any] | None = None  # runs a call of one executable on operands of one kind alone
 
     @property
@@ -84,20 +84,20 @@ class Contestant:
 
 
 class GivenUp(BaseException):
-    """Nobody waits for the measurement any more. No failure of a candidate, which would be recorded."""
+    """Nobody waits for the measurement any more. It is not recorded as a failure of a candidate."""
 
 
 def plans_of(problem: Problem, candidates: Iterable[Candidate]) -> dict[Candidate, Any]:
-    """The plans of our candidates, or why there is none."""
+    """The plans of our candidates; for a candidate without one, the reason as a string."""
     return {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
 
 
 def compile_together(
     problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event
 ) -> dict[Candidate, Any]:
-    """`plans_of`, after their device code is compiled in parallel processes."""
+    """As `plans_of`, after their device code was compiled in parallel processes."""
     plans = plans_of(problem, candidates)
-    # An error comes again, and is recorded, for the candidate that it belongs to.
+    # A candidate's error is raised again, and recorded, when the candidate itself is compiled.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}, given_up)
     return plans
@@ -105,19 +105,20 @@ def compile_together(
 
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
-    """Measurements run jitted functions and copy their operands, whatever the program's configuration allows it to do;
-    for this thread."""
+    """In the block, and in this thread, functions are jitted and operands are copied, whatever the program's
+    configuration forbids."""
     with jax.disable_jit(False), jax.transfer_guard("allow"), watch.state.tracing_only():
         yield
 
 
 class Bench:
-    """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates.
+    """What the measurements of one problem's candidates share: inputs, a reference result, compiled candidates.
 
     Attributes:
-      running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
-      waited: seconds in which other searches had the device, or XLA chose for them: no part of this one's budget.
-      given_up: set by that thread: nothing more is run.
+      running: the candidate that the device runs now, and since when (`time.monotonic`), for the thread that watches.
+      waited: seconds in which other searches had the device, or XLA chose kernels for them. The budget does not count
+        them.
+      given_up: set by the thread that watches: nothing more is run.
     """
 
     running: tuple[Candidate, float] | None = None
@@ -137,13 +138,13 @@ class Bench:
 
     @property
     def _executions(self) -> int:
-        """Executions in which a contestant runs on every set once."""
+        """How many executions run a contestant on every set once."""
         return math.ceil(self.sets / CALLED_TOGETHER)
 
     @functools.cached_property
     def _references(self) -> list[jax.Array]:
-        """The float32 result for operands of each kind, by whichever of XLA's kernels: none of them is timed, which
-        would disturb what is. They take seconds to compile and may take one to run."""
+        """XLA's results in float32 for operands of each kind, by any of its kernels: none is timed, which would disturb
+        measurements. They take seconds to compile, and up to one to run."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
         options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}
         function = self.operation.check or self.operation.reference
@@ -151,8 +152,8 @@ class Bench:
         return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
-        """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
-        with an error."""
+        """Compiles candidates in parallel and checks their results. Returns those that work, and a measurement with an
+        error for each of the others."""
         plans = compile_together(self.problem, candidates, self.given_up)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -169,7 +170,7 @@ class Bench:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
-    @usual_settings()  # it runs in the threads of a pool
+    @usual_settings()  # it runs in threads of a pool, which have settings of their own
     def _compile(self, candidate: Candidate, plan: Any) -> Contestant:
         self._check_given_up()
         problem = self.problem
@@ -185,7 +186,7 @@ class Bench:
             return [one(*operands) for operands in inputs]
 
         groups = [self._inputs[i : i + CALLED_TOGETHER] for i in range(0, self.sets, CALLED_TOGETHER)]
-        # A name of its own, by which a profile of several tells them apart.
+        # A profile of several candidates tells them apart by these names.
         every_set.__name__ = f"jax_splitk_{zlib.crc32(f'{problem} {candidate}'.encode()):08x}"
         lowered = jax.jit(every_set).lower(groups[0])
         times = candidate == XLA and not self._has_chosen()  # XLA times cuDNN's kernels
@@ -196,13 +197,14 @@ class Bench:
         return Contestant(candidate, run, module=f"jit_{every_set.__name__}", of_kind=of_kind)
 
     def _has_chosen(self) -> bool:
-        """Whether XLA has chosen its kernels for the problem, which it does for the next ones as well."""
+        """Whether XLA has chosen its kernels for the problem. If not, it chooses now, for the next problems as well."""
         if self.platform != "cuda":
             return False
         with self._device():
             started = time.monotonic()
             try:
-                return xla_choices.choose(self.problem, WITHOUT_GRAPHS)
+                following = [key.problem for key, _ in (*list(searches.state.running), *list(searches.state.queue))]
+                return device.state.let_xla_choose(self.problem, following, WITHOUT_GRAPHS)
             finally:
                 self.waited += time.monotonic() - started
 
@@ -219,8 +221,9 @@ class Bench:
         return next(filter(None, wrong), None)
 
     def _wrong(self, kind: int, result: jax.Array) -> str | None:
-        """Why a result for operands of a kind is wrong. Most results are near XLA's own; the others have their error
-        compared with XLA's: its kernels differ among themselves, by more than ours do where sums are long."""
+        """Why a result for operands of a kind is wrong; None if it is not. Most results are near XLA's own. The error of
+        others is compared with XLA's error: XLA's kernels differ among themselves by more than ours do where sums are
+        long."""
         accepted = TOLERANCE[self.problem.out_dtype]
         if self._xlas and float(_relative_error(result, self._xlas[kind])) <= accepted:
             return None
@@ -234,7 +237,8 @@ class Bench:
         return f"differs from XLA's: relative error {error:.1e}, accepted: {accepted:.0e}"
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""
+        """Adds up to `rounds` wall-clock timings to each contestant, in turns: at least one, the others until the
+        deadline."""
         for _ in range(rounds):
             for contestant in contestants:
                 if contestant.times and time.monotonic() > deadline:
@@ -247,8 +251,8 @@ class Bench:
                         contestant.times.append(timed)
 
     def time_again(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """The same, in place of the earlier timings, with as many for each; where there is no time for two rounds of
-        all, the earlier ones stay with them."""
+        """As `time`, but in place of the earlier timings, with as many for each contestant. Where the time does not
+        suffice for two rounds of all, the earlier timings stay as well."""
         again = [dataclasses.replace(contestant, times=[]) for contestant in contestants]
         self.time(again, rounds, deadline)
         whole = min((len(new.times) for new in again if new.error is None), default=0)
@@ -257,9 +261,12 @@ class Bench:
             contestant.error = new.error
 
     def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS, profiles: int = 1) -> bool:
-        """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
-        is as large as the differences. A single round is of a few calls; a single contestant has one round. False, and
-        nothing changed, where so many profiles give none (on the CPU, or while the user takes one)."""
+        """Sets the contestants' device times, by the profiler and in turns. They leave out the host's part, which at
+        these sizes is as large as the differences.
+
+        A single round runs each contestant a few times; a single contestant gets one round. Returns False, and changes
+        nothing, where none of `profiles` profiles succeeds (on the CPU, or while the user takes one).
+        """
         if self.platform != "cuda" or not contestants:
             return False
         counts = [self._calls(contestant, rounds) for contestant in contestants]
@@ -290,12 +297,12 @@ class Bench:
             return self._on_device(contestant.candidate, lambda: [fastest(kind) for kind in kinds])
 
     def _alone(self, contestant: Contestant) -> float:
-        """A round by the wall clock, while no other search holds the device."""
+        """One timing by the wall clock, while no other search holds the device."""
         with self._device():
             return self._on_device(contestant.candidate, lambda: self._round(contestant))
 
     def _calls(self, contestant: Contestant, rounds: int) -> int:
-        """How often to run it while a profile is taken."""
+        """How often to run a contestant in one round of a profile."""
         us = contestant.us if math.isfinite(contestant.us) else contestant.warm_us
         wanted = math.ceil(DEVICE_ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
         return max(1, min(wanted, (SCREENING_CALLS if rounds == 1 else MAX_TRACED_CALLS) // self.sets))
@@ -303,8 +310,8 @@ class Bench:
     def _device_times(
         self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
     ) -> Sequence[Sequence[float]]:
-        """Of each round microseconds a call of each contestant, all from one profile: to start and read one takes
-        longer than what it shows."""
+        """For each round, the microseconds of a call of each contestant. One profile has all rounds, since it takes
+        longer to start and read a profile than to run what it shows."""
         together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
         asked = time.monotonic()
 
@@ -326,7 +333,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _device(self) -> Iterator[None]:
-        """While the block runs, no other search times or draws anything, nor does XLA for one."""
+        """In the block no other search times or draws anything, and XLA times nothing for another search."""
         asked = time.monotonic()
         with self._held():
             self.waited += time.monotonic() - asked
@@ -334,7 +341,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """The same, where the caller knows what was waited for."""
+        """As `_device`, where the caller counts the time that it waits."""
         lock = device.state.lock
         while not lock.acquire(timeout=LOCK_SECONDS):
             self._check_given_up()
@@ -369,7 +376,7 @@ class Bench:
 
 
 def _run(contestant: Contestant, repeats: int) -> None:
-    """Runs it so often, and waits for the last."""
+    """Runs a contestant `repeats` times, and waits for the last result."""
     result = None
     for _ in range(repeats):
         result = contestant.run()
@@ -387,7 +394,7 @@ def _whole_groups(sets: int, kinds: int = 1) -> int:
 
 
 def _attempt(what: Callable[[], Any]) -> Any:
-    """The result of `what`, or the message of its exception as a string: one candidate must not end the search."""
+    """The result of `what`, or its exception's message as a string: one candidate must not end the search."""
     try:
         return what()
     except Exception as error:
@@ -396,8 +403,8 @@ def _attempt(what: Callable[[], Any]) -> Any:
 
 @functools.partial(jax.jit, compiler_options=WITHOUT_GRAPHS)
 def _relative_error(out: jax.Array, exact: jax.Array) -> jax.Array:
-    """Norm of the difference over that of `exact`; the greatest number where that is zero. On the device, for an
-    output may have hundreds of megabytes."""
+    """The norm of the difference over the norm of `exact`; where that is zero, the greatest number of the output.
+    Computed on the device, since an output may have hundreds of megabytes."""
     out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
     scale = jnp.linalg.norm(exact)
     return jnp.where(scale > 0, jnp.linalg.norm(out - exact) / scale, jnp.max(jnp.abs(out), initial=0))

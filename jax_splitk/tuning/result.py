@@ -31,12 +31,12 @@ class TuningResult:
     """
 
     entries: tuple[tuple[Key, Entry], ...] = ()
-    # The `with` blocks that are open, for each thread.
+    # The open `with` blocks of each thread.
     _blocks: threading.local = dataclasses.field(default_factory=threading.local, init=False, repr=False)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Stands for all entries: inside a block jit compares results at every call of every function."""
+        """Identifies all entries: inside a block jit compares results at each call of a function."""
         found = hashlib.sha256()
         for key, entry in self.entries:
             found.update(f"{key.digest} {entry.dumps()}".encode())

@@ -16,43 +16,44 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import once
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, InvalidEntry, legal_candidate
 from jax_splitk.tuning.key import Environment, Key
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
-# The text of a problem's fields, by which its row is found.
+# The text of a problem's fields, which is the key of its row.
 _text = functools.partial(json.dumps, sort_keys=True)
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
 
 def path_for(op: str, device_kind: str) -> pathlib.Path:
-    """The table's file: nvidia_h200/conv_wgrad.json."""
+    """The table's file, e.g. nvidia_h200/conv_wgrad.json."""
     return FOLDER / re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) / f"{op}.json"
-
-
-@functools.lru_cache(maxsize=256)
-def machine_of(environment: Environment) -> dict[str, Any]:
-    """What a table says of its machine: all of an environment but the families."""
-    fields = dataclasses.asdict(environment)
-    del fields["abi"]
-    return fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table's file, as plain data; `rows` by the text of their problem."""
+    """A table's file as plain data; `rows` is keyed by the text of the problems."""
 
-    machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    machine: Environment | None = None
     abi: frozenset[str] = frozenset()
     rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def target(self) -> Target:
+        """The table's machine, of a table that has rows."""
+        machine = self.machine
+        if machine is None:
+            raise InvalidEntry("the table is empty")
+        return Target(machine.platform, machine.device_kind, machine.compute_capability, machine.cores)
 
     def entry(self, key: Key) -> Entry | None:
         """The entry for a key; None where the table has none. Raises InvalidEntry for a row that cannot be used."""
         row = self.rows.get(_text(dataclasses.asdict(key.problem)))
-        if row is None or self.machine != machine_of(key.environment):
+        if row is None or self.machine != dataclasses.replace(key.environment, abi=()):
             return None
         changed = set(key.environment.abi) - self.abi
         if changed:
@@ -63,7 +64,7 @@ class Table:
 
 
 def lookup(key: Key) -> Entry | None:
-    """The shipped entry for a key; None, with one warning, for one that cannot be used."""
+    """The shipped entry for a key. None where there is none, or, with one warning, where it cannot be used."""
     op, device_kind = key.problem.op, key.environment.device_kind
     table = once.state.result((FOLDER, op, device_kind), lambda: _read_or_warn(path_for(op, device_kind)))
     try:
@@ -82,7 +83,7 @@ def _read_or_warn(path: pathlib.Path) -> Table:
 
 
 def read(path: pathlib.Path) -> Table:
-    """The table in a file, an empty one where there is no file; raises InvalidEntry for a file that is not a table."""
+    """The table in a file; empty where there is no file. Raises InvalidEntry for a file that is no table."""
     text = disk.read(path)
     if text is None:
         return Table()
@@ -90,6 +91,6 @@ def read(path: pathlib.Path) -> Table:
         data = json.loads(text)
         abi = frozenset(f"{name}:{version}" for name, version in data["abi"].items())
         rows = {_text({**data["defaults"], **row["problem"]}): row for row in data["rows"]}
-        return Table(data["machine"], abi, rows)
+        return Table(Environment(**data["machine"], abi=()), abi, rows)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidEntry(f"it is not a table ({type(error).__name__}: {error})") from None
