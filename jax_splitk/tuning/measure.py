@@ -221,9 +221,9 @@ class Bench:
         return next(filter(None, wrong), None)
 
     def _wrong(self, kind: int, result: jax.Array) -> str | None:
-        """Why a result for operands of a kind is wrong; None if it is not. Most results are near XLA's own. The error of
-        others is compared with XLA's error: XLA's kernels differ among themselves by more than ours do where sums are
-        long."""
+        """Why a result for operands of a kind is wrong; None if it is not. Most results are near XLA's own. The error
+        of others is compared with XLA's error: XLA's kernels differ among themselves by more than ours do where sums
+        are long."""
         accepted = TOLERANCE[self.problem.out_dtype]
         if self._xlas and float(_relative_error(result, self._xlas[kind])) <= accepted:
             return None

@@ -23,8 +23,8 @@ class Options:
 
     Attributes:
       tuning: the `TuningResult` that was in force when the operation was traced.
-      implied: whether the caller named another operation, which this pass belongs to. It is lax's, and is not mentioned,
-        unless a kernel competes.
+      implied: whether the caller named another operation, which this pass belongs to. It is lax's, and is not
+        mentioned, unless a kernel competes.
       forward_only: whether it is an implied forward pass without a gradient (the model is initialised or evaluated).
         Existing decisions hold for it, but a miss is not measured.
     """
