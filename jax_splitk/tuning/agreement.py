@@ -1,10 +1,10 @@
-"""Several processes of one job must lower the same program: process 0 decides and tells the others.
+"""The processes of a job lower the same program: process 0 decides, and tells the others.
 
-Each process first waits at a barrier named after the key, which holds only if all of them are about to lower that
-problem; then process 0 publishes its entry in the key-value store of `jax.distributed`. When the barrier does not hold
-everybody falls back to the shipped table and the cost model, so that two processes never lower different configs, on
-machines of one kind. At a second barrier they tell what keeps them from the kernel that was chosen, such as a missing
-compiler: XLA is left to all then.
+Each process first waits at a barrier that is named after the key. The barrier holds only if all of them are about to
+lower that problem. Then process 0 publishes its entry in the key-value store of `jax.distributed`. Where the barrier
+does not hold, every process uses the shipped tables and the cost model, which are the same in all of them on machines
+of one kind. At a second barrier each process says what keeps it from compiling the chosen kernel, such as a missing
+compiler: then XLA computes the operation in all of them.
 """
 
 import hashlib
@@ -28,8 +28,9 @@ _DECISION_MS = 3_600_000
 
 
 def timeout_seconds() -> float:
-    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at each of two barriers. It waits an
-    hour for process 0's entry, or as long as this where that is more; then the lowering fails."""
+    """`JAX_SPLITK_AGREEMENT_TIMEOUT_S`, 60 by default: how long a process waits at each of the two barriers. For
+    process 0's entry, which may take a measurement, it waits an hour, or this time if that is longer; then the lowering
+    fails."""
     return settings.seconds("JAX_SPLITK_AGREEMENT_TIMEOUT_S")
 
 
@@ -42,7 +43,7 @@ def needed() -> bool:
 def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) -> tuple[bool, Entry | None]:
     """(agreed, process 0's entry or None for a miss there). `decide` runs in process 0 alone.
 
-    In a job of a single process that is simply `decide()`.
+    In a job of a single process the result is that of `decide()`.
     """
     client, process, processes = _compat.distributed()
     if client is None or processes == 1:
@@ -78,9 +79,9 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
 
 
 def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
-    """What keeps any process of the job from using what was chosen for the key; None where nothing does.
+    """What keeps any process of the job from using the kernel that was chosen for the key; None if nothing does.
 
-    Each process asks once, with what keeps itself. Where not all of them ask, its own obstacle is the answer.
+    Each process asks once, and says what keeps itself (`own`). Where not all of them ask, the answer is `own`.
     """
     client, process, processes = _compat.distributed()
     if client is None or processes == 1 or key.digest in once.state.stopped_agreeing:

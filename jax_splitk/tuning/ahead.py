@@ -1,10 +1,10 @@
-"""Kernels that are compiled before the lowering that needs them asks for them.
+"""Kernels that compile before their lowering asks for them.
 
-A lowering meets the operations of a program one after the other, a trace has met them all before the first is lowered.
-So a trace takes note of them. Where it is known what they will be lowered for, the devices of this process being GPUs,
-what lowering is going to choose begins to compile at once; else when the first of them is lowered. A note may be wrong:
-operations are traced that are never lowered, and in other shapes than theirs. Then a kernel was compiled for nothing.
-Nothing is said, measured, stored or raised here: all of that is left to the lowering.
+JAX lowers the operations of a program one after the other, but has traced all of them before it lowers the first. So
+each trace notes its operations. If this process's devices are GPUs, a note begins at once to compile the kernel that
+the lowering will choose; otherwise that begins when the first operation is lowered. A note may be wrong: some
+operations are never lowered, or with other shapes. Then a kernel was compiled for nothing. Notes log, measure, store
+and raise nothing: the lowering does.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _MOST = 128  # notes that are kept, the latest
 
 
 def traced(problem: Problem, options: Options) -> None:
-    """Takes note of an operation that a kernel may compute."""
+    """Notes an operation that a kernel may compute."""
     with contextlib.suppress(Exception):
         if settings.word("JAX_SPLITK_COMPILE_AHEAD") == "off" or options.implementation == "xla":
             return
@@ -39,7 +39,7 @@ def traced(problem: Problem, options: Options) -> None:
 
 
 def lowered(problem: Problem, options: Options, target: Target, measure: bool) -> None:
-    """An operation is lowered: begins to compile what others, which no lowering has met yet, will need.
+    """Begins to compile what the noted operations will need, since one operation is being lowered.
 
     Args:
       measure: whether a problem that has no decision may be measured now.
@@ -57,16 +57,16 @@ def lowered(problem: Problem, options: Options, target: Target, measure: bool) -
 
 
 def _is_for_this_gpu() -> bool:
-    """Whether what is traced will, as far as one knows, be lowered for the GPUs of this process, and as it is: over
-    several devices jit divides it, but for what shard_map has divided already."""
+    """Whether a traced operation will probably be lowered for this process's GPUs, with the shapes of the trace: over
+    several devices jit divides it, unless shard_map has divided it already."""
     if not _compat.backends_are_started() or local_platform() != "cuda":
         return False
     return jax.device_count() == 1 or _compat.is_inside_shard_map()
 
 
 def _begin(problem: Problem, options: Options, target: Target, *, measure: bool) -> None:
-    """Begins to compile what lowering would choose, once. A problem that it would measure is one of those that come
-    next."""
+    """Begins to compile what the lowering would choose, once for each operation. A problem that the lowering would
+    measure is queued for a search instead."""
 
     def begin() -> None:
         if measure and (measured := measured_first(key_for(problem, target), options)) is not None:

@@ -1,6 +1,6 @@
-"""A bar on a terminal or in a notebook, which lines of the log, Ctrl-C and a closed stream do not break.
+"""A progress bar for terminals and notebooks that survives log lines, Ctrl-C and a closed stream.
 
-`progress` imports this with the first bar, tqdm with it.
+`progress` imports this module, which imports tqdm, when it draws the first bar.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar:12}| {elapsed}<{remaining}{postfix}"
 
 
 class _Stream:
-    """What cannot be written to a stream is lost: a bar must not end a program. By `_wrapped` tqdm finds other bars on
-    the stream."""
+    """A stream whose write errors are ignored: a bar must not end a program. tqdm finds other bars on the stream by
+    `_wrapped`."""
 
     def __init__(self, stream: Any):
         self._wrapped = stream
@@ -36,7 +36,7 @@ class _Stream:
 
 
 class _ClearsBar(logging.Filter):
-    """Lets every line of the log pass."""
+    """A filter that clears the bar before each line of the log, and lets the line pass."""
 
     def __init__(self, bar: tqdm):
         super().__init__()
@@ -48,8 +48,8 @@ class _ClearsBar(logging.Filter):
 
 
 class Bar(tqdm):
-    """tqdm's, which Ctrl-C may interrupt at any moment: tqdm itself would keep its lock, and whoever draws next from
-    another thread, a search, would wait for ever."""
+    """A tqdm bar that Ctrl-C may interrupt at any moment. tqdm itself would keep its lock, and the next thread to draw
+    would wait for ever."""
 
     monitor_interval = 0  # no thread of tqdm's: who waits for a search moves the bar
     _lock = threading.RLock()
@@ -60,7 +60,7 @@ class Bar(tqdm):
         super().__init__(total=total, desc=name, file=_Stream(sys.stderr), **look)
 
     def make_room(self) -> None:
-        """For every line of our log, until it is closed."""
+        """Clears the bar before each line of our log, until the bar is closed."""
         _logger.addFilter(self._filter)
 
     def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
@@ -77,5 +77,5 @@ class Bar(tqdm):
 
 
 def write(line: str) -> None:
-    """A line above the bars."""
+    """Writes a line above the bars."""
     Bar.write(line, file=_Stream(sys.stderr))

@@ -1,8 +1,8 @@
-"""Decisions that serve more problems than their own: of products with a few rows more.
+"""Decisions that hold for several problems: for products with somewhat fewer rows.
 
-What a config's time depends on of the rows is how many tiles they fill. A problem names its representatives, whose rows
-fill the same tiles, or nearly so (`QuantizedMatmulProblem.representatives`). The first of them decides whose config is
-legal for the problem, and loses little there by the cost model.
+The time of a config depends on how many tiles the rows fill. A problem names its representatives: problems whose rows
+fill the same tiles, or nearly so (`QuantizedMatmulProblem.representatives`). The first representative decides whose
+config is legal for the problem, and loses little there according to the cost model.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ def derived(key: Key, found: Found, workspace_limit: int) -> Found | None:
 
 
 def to_tune(key: Key, workspace_limit: int) -> list[Key]:
-    """What is measured for `key`, until one's decision holds for it: representatives whose best config by the model
-    does, then itself."""
+    """The keys to measure for `key`, until the decision of one holds for it: the representatives whose best config by
+    the cost model holds for it, then itself."""
     found = []
     for other in representatives(key):
         best = model.best(other, workspace_limit)
@@ -53,7 +53,7 @@ def to_tune(key: Key, workspace_limit: int) -> list[Key]:
 
 
 def needed(entry: Entry) -> Iterator[tuple[Candidate, Problem]]:
-    """What may be lowered because of an entry: its choice, for its own problem and for others that it decides for."""
+    """What may be lowered because of an entry: its choice, for its own problem and for those that it represents."""
     yield entry.choice, entry.key.problem
     for problem in OPERATIONS[entry.key.problem.op].represented(entry.key.problem):
         candidate = choice_for(key_for(problem, entry.key.target), entry, entry.workspace_limit_bytes)
@@ -71,8 +71,8 @@ def choice_for(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None
 
 
 def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entry: Entry | None = None) -> float:
-    """How much slower than the best for `key` the candidate is that was chosen for `other`: 0.05 for 5%; infinite where
-    it is not legal, or where that is not known. `entry`: `other`'s."""
+    """How much slower than the best for `key` a candidate is that was chosen for `other`: 0.05 for 5%. Infinite where
+    the candidate is not legal, or the loss is not known. `entry` is the entry of `other`."""
     here, there = model.best(key, workspace_limit), model.best(other, workspace_limit)
     legal = candidate.refusal(key.problem, key.target) is None
     if here is None or there is None or min(here[0], there[0]) <= 0:
@@ -95,6 +95,6 @@ def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entr
 
 
 def _differing(key: Key, other: Key) -> str:
-    """What the problem of `key` has otherwise: 32 rows."""
+    """How the problem of `key` differs from that of `other`: "32 rows"."""
     values, others = map(dataclasses.asdict, (key.problem, other.problem))
     return ", ".join(f"{value} {name}" for name, value in values.items() if value != others[name])

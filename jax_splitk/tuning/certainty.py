@@ -1,4 +1,4 @@
-"""What follows from how sure the cost models are."""
+"""Decisions that depend on how sure the cost models are."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ DOUBT = 0.15
 
 
 def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: Target) -> list[Candidate]:
-    """Those of the candidates that may well be the fastest: few where the models are sure.
+    """The candidates that may well be the fastest: few where the models are sure.
 
     Args:
-      ranking: candidates of ours with their predicted seconds, the fastest first.
+      ranking: our candidates with their predicted seconds, the fastest first.
     """
     if not ranking:
         return []
@@ -38,8 +38,8 @@ def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: 
 def faster_xla(
     candidate: Candidate, seconds: float, problem: Problem, target: Target, *, doubted: bool = True
 ) -> float | None:
-    """XLA's predicted seconds where a candidate of ours, of so many, is slower by more than `DOUBT` of both models'
-    uncertainties; or at all, if these are not `doubted`."""
+    """XLA's predicted seconds, where our candidate is predicted to be slower by more than `DOUBT` times the uncertainty
+    of both models, or by any amount unless `doubted`. None otherwise."""
     of_xla = xla.estimate(problem, target)
     if of_xla is None or candidate.family is None:
         return None

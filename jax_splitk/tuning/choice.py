@@ -1,4 +1,4 @@
-"""What may compute a problem (a candidate), and what selection returns for it (a choice)."""
+"""Candidates, which may compute a problem, and choices, which selection returns."""
 
 import dataclasses
 import functools
@@ -13,14 +13,14 @@ from jax_splitk.runtime.target import Target
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Candidate:
-    """A family with a config for its problems; or `XLA`, which has neither."""
+    """A kernel family with a config, or `XLA`, which has neither."""
 
     family: Family | None = None
     config: Any = None
 
     @property
     def name(self) -> str:
-        """What files and messages call the family."""
+        """The family's name in files and messages."""
         return "xla" if self.family is None else self.family.name
 
     @property
@@ -35,7 +35,7 @@ class Candidate:
         return reason if reason or self.config is None else self.family.config_refusal(problem, self.config)
 
     def workspace_bytes(self, problem: Problem) -> int:
-        """Scratch memory asked of XLA, beyond what XLA takes for its own operation."""
+        """Scratch memory that XLA allocates for it; XLA's own operation counts as 0."""
         return 0 if self.family is None else self.family.workspace_bytes(problem, self.config)
 
     def plan(self, problem: Problem) -> DevicePlan | CustomCall:
@@ -45,13 +45,13 @@ class Candidate:
         return _planned(self.family.plan, problem, self.config)
 
     def custom_call(self, problem: Problem) -> CustomCall:
-        """What a legal candidate that is not XLA is lowered to; raises what compiling its kernels does."""
+        """The custom call of a legal candidate that is not XLA; raises the errors of compiling its kernels."""
         if self.family is None:
             raise TypeError("XLA's operation has no custom call")
         return dataclasses.replace(self.plan(problem).custom_call(), name=self.family.trace_name(problem))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as in files."""
+        """Plain data, for files."""
         config = None if self.config is None else dataclasses.asdict(self.config)
         return {"family": self.name, "config": config}
 
@@ -81,10 +81,11 @@ def _planned(plan: Callable[..., DevicePlan | CustomCall], problem: Problem, con
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds of our best candidate, which is the choice unless that is XLA, and of XLA; None where not known.
+    """Microseconds of our best candidate and of XLA; None where not known. Our best candidate is the choice, unless
+    that is XLA.
 
     Attributes:
-      predicted: whether ours is the cost model's.
+      predicted: whether our time is the cost model's prediction.
     """
 
     us: float | None = None
@@ -93,7 +94,7 @@ class Times:
 
 
 def gain(us: float, xla_us: float) -> str:
-    """What is gained where our time is the first, and XLA's the second."""
+    """The gain in words, from our time and XLA's."""
     return f"gain {xla_us - us:.1f} us ({xla_us / us:.2f} times as fast)"
 
 
@@ -103,8 +104,8 @@ class Choice:
 
     Attributes:
       because: what decided.
-      read_times: what was measured or predicted; nobody may want to know it.
-      costs: whether it is XLA although a kernel of ours would serve, were it not for something in its way.
+      read_times: returns the times that were measured or predicted; called only if somebody asks for them.
+      costs: whether the choice is XLA although a kernel could serve, were it not for an obstacle.
     """
 
     problem: Problem

@@ -1,4 +1,4 @@
-"""An entry: the choice for a key, the measurements that it rests on, and its JSON form. A file is never trusted."""
+"""Entries: the choice for a key, with the measurements behind it, and its JSON form. A file is never trusted."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ _logger = logging.getLogger("jax_splitk")
 
 
 class InvalidEntry(ValueError):
-    """The text is not an entry for the key it was looked up by; the message says what is wrong."""
+    """The text is no entry for the key that it was looked up by; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Microseconds of one call of a candidate; None, with the reason in `error`, where it cannot be used."""
+    """Microseconds of one call of a candidate; None, with the reason in `error`, for a candidate that failed."""
 
     candidate: Candidate
     us: float | None
@@ -37,10 +37,10 @@ class Entry:
     """The choice for a key.
 
     Attributes:
-      choice: what computes the problem: the fastest that was found within the workspace limit.
+      choice: the fastest candidate that was found within the workspace limit.
       workspace_limit_bytes: the limit under which candidates were searched.
-      evidence: what the choice rests on, as plain data, which is read when it is looked at: a lowering, which should
-        take no time, wants the choice alone. What cannot be read is no evidence.
+      evidence: the measurements behind the choice, as plain data that is parsed only when it is read: a lowering needs
+        the choice alone. Evidence that cannot be parsed counts as none.
     """
 
     key: Key
@@ -57,7 +57,7 @@ class Entry:
         metadata: Mapping[str, Any] | None = None,
         workspace_limit_bytes: int = DEFAULT_WORKSPACE_LIMIT,
     ) -> "Entry":
-        """The entry of a search; see the attributes."""
+        """The entry of a search; see the attributes and properties."""
         evidence = {
             "predicted": None if predicted is None else predicted.as_dict(),
             "metadata": dict(metadata or {}),
@@ -67,7 +67,7 @@ class Entry:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """Of all candidates ever timed for the key, XLA's among them; the newest of each."""
+        """The newest measurement of each candidate ever timed for the key, XLA included."""
         return self._evidence[0]
 
     @property
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Versions, driver, date, seconds spent: for people, not compared."""
+        """Versions, driver, date and seconds spent. They inform people and decide nothing."""
         return self._evidence[2]
 
     @functools.cached_property
@@ -109,12 +109,12 @@ class Entry:
         return first / min(times) - 1 if times and first else None
 
     def is_searched(self, workspace_limit: int) -> bool:
-        """Whether the choice stands for a caller of this limit: found under one as large, or under the default."""
+        """Whether the choice stands for a caller of this limit: it was searched under one as large, or the default."""
         return self.workspace_limit_bytes >= min(workspace_limit, DEFAULT_WORKSPACE_LIMIT)
 
     def best(self, workspace_limit: int, implementation: str | None = None) -> Candidate | None:
         """The choice, if it fits the limit and is of the implementation; else the fastest measured candidate that does.
-        None where no kernel is known that does: then XLA's time says nothing."""
+        None where no kernel does: XLA's time alone decides nothing then."""
         if self._fits(self.choice, workspace_limit, implementation):
             return self.choice
         timed = sorted((m for m in self.measurements if m.us), key=lambda m: m.us or 0.0)
@@ -149,8 +149,8 @@ class Found(NamedTuple):
 
 
 def merge(old: Entry | None, new: Entry) -> Entry:
-    """The new choice, unless the old one was searched under a larger limit, with the measurements of both: the old ones
-    of candidates that were not timed again."""
+    """The new choice, unless the old one was searched under a larger limit. The measurements of both: an old one stays
+    unless its candidate was timed again."""
     if old is None:
         return new
     timed = {m.candidate for m in new.measurements}
@@ -161,7 +161,7 @@ def merge(old: Entry | None, new: Entry) -> Entry:
 
 
 def loads(text: str | bytes, key: Key) -> Entry:
-    """Reads an entry for `key` and checks its choice, down to its legality; the evidence is read later.
+    """Reads an entry for `key` and checks that its choice is legal; the evidence is parsed later.
 
     Raises:
       InvalidEntry: not JSON, another schema, another key, or a choice that is not legal for the problem.
@@ -174,7 +174,7 @@ def loads(text: str | bytes, key: Key) -> Entry:
 
 
 def from_dict(data: Any, key: Key) -> Entry:
-    """`loads` of what JSON text holds."""
+    """As `loads`, from parsed JSON."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise InvalidEntry(f"schema {schema!r}; accepted: {SCHEMA}")
@@ -188,14 +188,14 @@ def from_dict(data: Any, key: Key) -> Entry:
 
 
 def whole(data: Any) -> Entry:
-    """The entry of any key in what JSON text holds, its evidence read too. Raises ValueError or RecursionError."""
+    """The entry in parsed JSON, of whatever key, with its evidence parsed. Raises ValueError or RecursionError."""
     entry = from_dict(data, key_from_dict(data.get("key") if isinstance(data, dict) else None))
     entry.read_evidence()
     return entry
 
 
 def legal_candidate(data: Any, key: Key) -> Candidate:
-    """The candidate in a file; InvalidEntry unless it may compute the key's problem."""
+    """The candidate in a file. Raises InvalidEntry unless it can compute the key's problem."""
     choice = candidate_from(key.problem.op, data)
     reason = choice.refusal(key.problem, key.target)
     if reason is not None:
@@ -204,7 +204,7 @@ def legal_candidate(data: Any, key: Key) -> Candidate:
 
 
 def candidate_from(op: str, data: Any) -> Candidate:
-    """Inverse of `Candidate.as_dict` for an operation's candidates; raises InvalidEntry."""
+    """The inverse of `Candidate.as_dict` for an operation. Raises InvalidEntry."""
     if not isinstance(data, dict) or not isinstance(name := data.get("family"), str):
         raise InvalidEntry(f"candidate {data!r}; accepted: an object with family and config")
     if name == XLA.name:
@@ -236,7 +236,7 @@ def _measurement_from(op: str, data: Any) -> Measurement:
 
 
 def microseconds(us: Any) -> float:
-    """A time from a file; raises InvalidEntry."""
+    """A time in a file. Raises InvalidEntry."""
     # True is an int, and JSON's integers may exceed all floats.
     if type(us) in (int, float) and 0 < us <= sys.float_info.max:
         return float(us)

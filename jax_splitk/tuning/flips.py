@@ -1,5 +1,5 @@
-"""Choices that change where a problem is measured again: within the noise that is a tie, beyond it a mistake of one of
-the two searches."""
+"""Choices that change when a problem is measured again. Within the noise such a change is a tie; beyond it, one of the
+two searches was wrong."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ NOISE = 0.02
 
 
 def noted(old: Entry | None, new: Entry) -> Entry:
-    """The new entry; its metadata say what became of the choice of an old one of its key that was searched as far."""
+    """The new entry. If the old entry of its key was searched as far, the metadata say whether the choice changed."""
     if old is None or old.key != new.key or not old.is_searched(new.workspace_limit_bytes):
         return new
     found: dict[str, Any] = {"changed": new.choice != old.choice}
@@ -25,13 +25,13 @@ def noted(old: Entry | None, new: Entry) -> Entry:
 
 
 def _of(entry: Entry) -> dict[str, Any] | None:
-    """What `noted` left in an entry, which may come from a file."""
+    """The note of `noted` in an entry, which may come from a file."""
     found = entry.metadata.get("again")
     return found if isinstance(found, dict) and isinstance(found.get("changed"), bool) else None
 
 
 def describe(entry: Entry) -> str:
-    """One line; empty for what was measured once."""
+    """One line on the second measurement; empty for a problem that was measured once."""
     if (found := _of(entry)) is None:
         return ""
     if not found["changed"]:
@@ -43,7 +43,7 @@ def describe(entry: Entry) -> str:
 
 
 def summary(entries: Iterable[Entry]) -> list[str]:
-    """One text for all that were measured again; none where nothing was."""
+    """One line on all problems that were measured again; none where there are none."""
     again = [found for entry in entries if (found := _of(entry)) is not None]
     changed = [found for found in again if found["changed"]]
     outside = sum(found.get("tie") is not True for found in changed)

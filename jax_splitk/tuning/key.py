@@ -1,4 +1,4 @@
-"""What an entry depends on: the problem and the machine. Never a path, nor what a caller allows."""
+"""Keys of entries: the problem and the machine. No path and no option of a caller is part of a key."""
 
 import dataclasses
 import functools
@@ -24,10 +24,10 @@ FOLDER_PREFIX = f"v{SCHEMA}-"
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The machine as far as timings and machine code depend on it.
+    """The machine, as far as timings and machine code depend on it.
 
     Attributes:
-      abi: versions of the kernel families that can compute the problem; a new one retires old entries.
+      abi: versions of the kernel families that can compute the problem. A new version retires old entries.
     """
 
     platform: str
@@ -46,14 +46,14 @@ class Environment:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - few, small, and each lowering asks
     def folder(self) -> str:
-        """The name of its entries' folder in a cache."""
+        """The folder of its entries in a cache."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return f"{FOLDER_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Identity of an entry."""
+    """Identifies an entry."""
 
     problem: Problem
     environment: Environment
@@ -63,7 +63,7 @@ class Key:
         return self.environment.target()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as it stands in an entry's file (tuples become lists)."""
+        """Plain data, as in an entry's file (tuples become lists)."""
         return json.loads(self._text)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Key:
 
     @functools.cached_property
     def file(self) -> str:
-        """The entry's file, relative to a layer of the cache."""
+        """The path of the entry's file in a cache."""
         return f"tuning/{self.environment.folder()}/{self.digest[:40]}.json"
 
 
@@ -93,7 +93,7 @@ def _key(problem: Problem, target: Target, families: tuple[Family, ...]) -> Key:
 
 
 def environments(op: str, target: Target) -> Iterator[Environment]:
-    """Every environment that an operation's problems may have on `target`."""
+    """Every environment that problems of an operation can have on `target`."""
     families = kernels.families(op, target.platform)
     for count in range(len(families) + 1):
         for some in itertools.combinations(families, count):
@@ -114,7 +114,7 @@ def _cuda_major(platform: str) -> int:
 
 
 def key_from_dict(data: Any) -> Key:
-    """Inverse of `Key.as_dict`; raises ValueError."""
+    """The inverse of `Key.as_dict`; raises ValueError."""
     names = {"schema", "op", "problem", "environment"}
     if not isinstance(data, Mapping) or set(data) != names or data["schema"] != SCHEMA:
         raise ValueError(f"key {data!r}; accepted: an object of schema {SCHEMA} with {', '.join(sorted(names))}")
@@ -129,7 +129,7 @@ def key_from_dict(data: Any) -> Key:
 
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:
-    """Plain data, which the command line accepts."""
+    """Plain data that the command line accepts."""
     return {"op": problem.op, **dataclasses.asdict(problem)}
 
 

@@ -1,4 +1,4 @@
-"""Timing candidates on the local device: ahead-of-time compiled calls over rotated inputs, candidates in turns."""
+"""Timing of candidates on the local device, in turns, with inputs that rotate past the caches."""
 
 import concurrent.futures
 import contextlib
@@ -53,7 +53,7 @@ MOST_OF_XLAS = 10  # times that: what is further off is wrong, whoever computed 
 
 @dataclasses.dataclass
 class Contestant:
-    """A candidate that compiled: `run()` executes it once on every input set, without waiting."""
+    """A candidate that compiled. `run()` starts it once on every set of inputs, and does not wait."""
 
     candidate: Candidate
     run: Callable[[], Any]
@@ -84,18 +84,18 @@ class Contestant:
 
 
 class GivenUp(BaseException):
-    """Nobody waits for the measurement any more. No failure of a candidate, which would be recorded."""
+    """Nobody waits for the measurement any more. It is not recorded as a failure of a candidate."""
 
 
 def plans_of(problem: Problem, candidates: Iterable[Candidate]) -> dict[Candidate, Any]:
-    """The plans of our candidates, or why there is none."""
+    """The plans of our candidates; for a candidate without one, the reason as a string."""
     return {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
 
 
 def compile_together(
     problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event
 ) -> dict[Candidate, Any]:
-    """`plans_of`, after their device code is compiled in parallel processes."""
+    """As `plans_of`, after their device code was compiled in parallel processes."""
     plans = plans_of(problem, candidates)
     # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
@@ -105,19 +105,20 @@ def compile_together(
 
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
-    """Measurements run jitted functions and copy their operands, whatever the program's configuration allows it to do;
-    for this thread."""
+    """In the block, and in this thread, functions are jitted and operands are copied, whatever the program's
+    configuration forbids."""
     with jax.disable_jit(False), jax.transfer_guard("allow"), watch.state.tracing_only():
         yield
 
 
 class Bench:
-    """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates.
+    """What the measurements of one problem's candidates share: inputs, a reference result, compiled candidates.
 
     Attributes:
-      running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
-      waited: seconds in which other searches had the device, or XLA chose for them: no part of this one's budget.
-      given_up: set by that thread: nothing more is run.
+      running: the candidate that the device runs now, and since when (`time.monotonic`), for the thread that watches.
+      waited: seconds in which other searches had the device, or XLA chose kernels for them. The budget does not count
+        them.
+      given_up: set by the thread that watches: nothing more is run.
     """
 
     running: tuple[Candidate, float] | None = None
@@ -137,13 +138,13 @@ class Bench:
 
     @property
     def _executions(self) -> int:
-        """Executions in which a contestant runs on every set once."""
+        """How many executions run a contestant on every set once."""
         return math.ceil(self.sets / CALLED_TOGETHER)
 
     @functools.cached_property
-    def _references(self) -> list[jax.Array]:
-        """The float32 result for operands of each kind, by whichever of XLA's kernels: none of them is timed, which
-        would disturb what is. They take seconds to compile and may take one to run."""
+    def _reference(self) -> jax.Array:
+        """XLA's result in float32, by any of its kernels: none is timed, which would disturb measurements. It takes
+        seconds to compile, and up to one to run."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
         options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}
         function = self.operation.check or self.operation.reference
@@ -151,8 +152,8 @@ class Bench:
         return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
-        """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
-        with an error."""
+        """Compiles candidates in parallel and checks their results. Returns those that work, and a measurement with an
+        error for each of the others."""
         plans = compile_together(self.problem, candidates, self.given_up)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -196,7 +197,7 @@ class Bench:
         return Contestant(candidate, run, module=f"jit_{every_set.__name__}", of_kind=of_kind)
 
     def _has_chosen(self) -> bool:
-        """Whether XLA has chosen its kernels for the problem, which it does for the next ones as well."""
+        """Whether XLA has chosen its kernels for the problem. If not, it chooses now, for the next problems as well."""
         if self.platform != "cuda":
             return False
         with self._device():
@@ -218,9 +219,9 @@ class Bench:
         wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
         return next(filter(None, wrong), None)
 
-    def _wrong(self, kind: int, result: jax.Array) -> str | None:
-        """Why a result for operands of a kind is wrong. Most results are near XLA's own; the others have their error
-        compared with XLA's: its kernels differ among themselves, by more than ours do where sums are long."""
+    def _wrong(self, result: jax.Array) -> str | None:
+        """Why a result is wrong; None if it is not. Most results are near XLA's own. The error of others is compared
+        with XLA's error: XLA's kernels differ among themselves by more than ours do where sums are long."""
         accepted = TOLERANCE[self.problem.out_dtype]
         if self._xlas and float(_relative_error(result, self._xlas[kind])) <= accepted:
             return None
@@ -234,7 +235,8 @@ class Bench:
         return f"differs from XLA's: relative error {error:.1e}, accepted: {accepted:.0e}"
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""
+        """Adds up to `rounds` wall-clock timings to each contestant, in turns: at least one, the others until the
+        deadline."""
         for _ in range(rounds):
             for contestant in contestants:
                 if contestant.times and time.monotonic() > deadline:
@@ -247,8 +249,8 @@ class Bench:
                         contestant.times.append(timed)
 
     def time_again(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """The same, in place of the earlier timings, with as many for each; where there is no time for two rounds of
-        all, the earlier ones stay with them."""
+        """As `time`, but in place of the earlier timings, with as many for each contestant. Where the time does not
+        suffice for two rounds of all, the earlier timings stay as well."""
         again = [dataclasses.replace(contestant, times=[]) for contestant in contestants]
         self.time(again, rounds, deadline)
         whole = min((len(new.times) for new in again if new.error is None), default=0)
@@ -257,9 +259,12 @@ class Bench:
             contestant.error = new.error
 
     def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS, profiles: int = 1) -> bool:
-        """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
-        is as large as the differences. A single round is of a few calls; a single contestant has one round. False, and
-        nothing changed, where so many profiles give none (on the CPU, or while the user takes one)."""
+        """Sets the contestants' device times, by the profiler and in turns. They leave out the host's part, which at
+        these sizes is as large as the differences.
+
+        A single round runs each contestant a few times; a single contestant gets one round. Returns False, and changes
+        nothing, where none of `profiles` profiles succeeds (on the CPU, or while the user takes one).
+        """
         if self.platform != "cuda" or not contestants:
             return False
         counts = [self._calls(contestant, rounds) for contestant in contestants]
@@ -290,12 +295,12 @@ class Bench:
             return self._on_device(contestant.candidate, lambda: [fastest(kind) for kind in kinds])
 
     def _alone(self, contestant: Contestant) -> float:
-        """A round by the wall clock, while no other search holds the device."""
+        """One timing by the wall clock, while no other search holds the device."""
         with self._device():
             return self._on_device(contestant.candidate, lambda: self._round(contestant))
 
     def _calls(self, contestant: Contestant, rounds: int) -> int:
-        """How often to run it while a profile is taken."""
+        """How often to run a contestant in one round of a profile."""
         us = contestant.us if math.isfinite(contestant.us) else contestant.warm_us
         wanted = math.ceil(DEVICE_ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
         return max(1, min(wanted, (SCREENING_CALLS if rounds == 1 else MAX_TRACED_CALLS) // self.sets))
@@ -303,8 +308,8 @@ class Bench:
     def _device_times(
         self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
     ) -> Sequence[Sequence[float]]:
-        """Of each round microseconds a call of each contestant, all from one profile: to start and read one takes
-        longer than what it shows."""
+        """For each round, the microseconds of a call of each contestant. One profile has all rounds, since it takes
+        longer to start and read a profile than to run what it shows."""
         together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
         asked = time.monotonic()
 
@@ -326,7 +331,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _device(self) -> Iterator[None]:
-        """While the block runs, no other search times or draws anything, nor does XLA for one."""
+        """In the block no other search times or draws anything, and XLA times nothing for another search."""
         asked = time.monotonic()
         with self._held():
             self.waited += time.monotonic() - asked
@@ -334,7 +339,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """The same, where the caller knows what was waited for."""
+        """As `_device`, where the caller counts the time that it waits."""
         lock = device.state.lock
         while not lock.acquire(timeout=LOCK_SECONDS):
             self._check_given_up()
@@ -369,25 +374,20 @@ class Bench:
 
 
 def _run(contestant: Contestant, repeats: int) -> None:
-    """Runs it so often, and waits for the last."""
+    """Runs a contestant `repeats` times, and waits for the last result."""
     result = None
     for _ in range(repeats):
         result = contestant.run()
     jax.block_until_ready(result)
 
 
-def _whole_groups(sets: int, kinds: int = 1) -> int:
-    """At least so many sets that calls share them evenly, as many of each kind."""
-    if sets <= CALLED_TOGETHER:
-        few = -(-sets // kinds) * kinds
-        if few <= CALLED_TOGETHER:
-            return few
-    each = math.lcm(CALLED_TOGETHER, kinds)
-    return -(-sets // each) * each
+def _whole_groups(sets: int) -> int:
+    """`sets`, rounded up so that each execution has as many."""
+    return sets if sets <= CALLED_TOGETHER else -(-sets // CALLED_TOGETHER) * CALLED_TOGETHER
 
 
 def _attempt(what: Callable[[], Any]) -> Any:
-    """The result of `what`, or the message of its exception as a string: one candidate must not end the search."""
+    """The result of `what`, or its exception's message as a string: one candidate must not end the search."""
     try:
         return what()
     except Exception as error:
@@ -396,8 +396,8 @@ def _attempt(what: Callable[[], Any]) -> Any:
 
 @functools.partial(jax.jit, compiler_options=WITHOUT_GRAPHS)
 def _relative_error(out: jax.Array, exact: jax.Array) -> jax.Array:
-    """Norm of the difference over that of `exact`; the greatest number where that is zero. On the device, for an
-    output may have hundreds of megabytes."""
+    """The norm of the difference over the norm of `exact`; where that is zero, the greatest number of the output.
+    Computed on the device, since an output may have hundreds of megabytes."""
     out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
     scale = jnp.linalg.norm(exact)
     return jnp.where(scale > 0, jnp.linalg.norm(out - exact) / scale, jnp.max(jnp.abs(out), initial=0))

@@ -1,4 +1,4 @@
-"""Device time from JAX's profiler: what ran on the GPU's streams, without the host in between."""
+"""Device times from JAX's profiler: what ran on the GPU's streams, without the host's part."""
 
 import functools
 import itertools
@@ -17,8 +17,8 @@ Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
 def trace(work: Callable[[], None]) -> list[Event]:
-    """What the streams of the process's first GPU, on which everything is measured, ran during `work`, which must wait
-    for its own results; empty on other platforms.
+    """The events on the streams of the process's first GPU, on which everything is measured, during `work`. `work` must
+    wait for its own results. Empty on other platforms.
 
     Raises:
       RuntimeError: a profile is being taken already.
@@ -27,7 +27,7 @@ def trace(work: Callable[[], None]) -> list[Event]:
 
 
 def recorded(work: Callable[[], object]) -> Any:
-    """`trace`, as JAX's profile has it: for the functions that read one, which take Python's time, but no profiler's.
+    """As `trace`, in JAX's own form. Parsing it takes Python's time, but does not occupy the profiler.
 
     Raises:
       RuntimeError: a profile is being taken already.
@@ -41,12 +41,12 @@ def recorded(work: Callable[[], object]) -> Any:
 
 
 def device_events(data: Any, ordinal: int | None = None) -> list[Event]:
-    """The events of one GPU's streams in a profile, except host copies; of the process's first GPU by default."""
+    """The events on one GPU's streams in a profile, except host copies; by default the process's first GPU."""
     return [(event.name, event.start_ns, event.end_ns) for event in stream_events(data, ordinal)]
 
 
 def stream_events(data: Any, ordinal: int | None = None) -> Iterator[Any]:
-    """The same as JAX's profile has them."""
+    """As `device_events`, in JAX's own form."""
     _type_of_stats()
     ordinal = jax.local_devices()[0].local_hardware_id if ordinal is None else ordinal
     for plane in data.planes:
@@ -59,19 +59,22 @@ def stream_events(data: Any, ordinal: int | None = None) -> Iterator[Any]:
 
 
 def module_times(data: Any, ordinal: int | None = None) -> list[Event]:
-    """`device_events`, with the module that each belongs to in place of its own name."""
+    """As `device_events`, with the names of the events' modules in place of their own."""
     return [(stat(e, "hlo_module"), e.start_ns, e.end_ns) for e in stream_events(data, ordinal)]
 
 
 def stat(event: Any, name: str) -> str:
-    """What XLA says of one of `stream_events` under a name; "" where it says nothing."""
+    """What XLA recorded of an event of `stream_events` under a name; "" if nothing."""
     return next((str(value) for key, value in event.stats if key == name), "")
 
 
 @functools.cache
 def _type_of_stats() -> type | None:
-    """jaxlib makes the type where there is none, without a module, of which Python 3.12 and later warn. Where warnings
-    are errors the process would end there. It is garbage unless somebody holds it, as the cache of this function."""
+    """Creates and keeps jaxlib's type of statistics.
+
+    jaxlib creates the type on demand, without a module, which Python 3.12 and later warn about; where warnings are
+    errors the process would end there. This function's cache keeps the type alive.
+    """
     data = jax.profiler.ProfileData.from_text_proto("planes { lines { events { } } }")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -80,14 +83,14 @@ def _type_of_stats() -> type | None:
 
 
 def turns(events: Iterable[Event], modules: Iterable[str]) -> list[tuple[str, list[Event]]]:
-    """The events of these modules in the order of their starts, as runs of one module each."""
+    """The events of these modules in the order of their starts, grouped into runs of one module each."""
     wanted = set(modules)
     ordered = sorted((event for event in events if event[0] in wanted), key=lambda event: event[1:])
     return [(module, list(run)) for module, run in itertools.groupby(ordered, lambda event: event[0])]
 
 
 def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals: kernels that overlap (programmatic dependent launch) count once."""
+    """The length of the union of intervals: kernels that overlap (programmatic dependent launch) count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -96,8 +99,8 @@ def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def part_time(intervals: Iterable[tuple[float, float]], parts: int) -> float:
-    """`busy_time` of one of so many equal runs of intervals, each the same work: the mean of the middle half of them. A
-    kernel of some microseconds that anything held up would spoil the mean of all."""
+    """`busy_time` of one of `parts` equal runs of intervals, each the same work: the mean of the middle half of the
+    runs. One kernel of some microseconds that was held up would spoil the mean of all."""
     ordered = sorted(intervals)
     each, rest = divmod(len(ordered), parts)
     if rest or not each:

@@ -1,6 +1,6 @@
-"""What the user sees of tuning: a bar on a terminal or in a notebook, lines of the log elsewhere, and a closing line.
+"""What the user sees of tuning: a bar on a terminal or in a notebook, otherwise lines of the log; and a closing line.
 
-A run is what belongs together: the problems of a call of `tune`, or those that one lowering did not find in a cache.
+A run is a group of problems: those of one call of `tune`, or those that one lowering did not find in a cache.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _NEARLY = 0.99
 
 
 def shows_bar() -> bool:
-    """Whether a bar can be drawn on stderr and is wanted."""
+    """Whether a bar is wanted and can be drawn on stderr."""
     if settings.in_force()["JAX_SPLITK_PROGRESS"] == "off" or streams.is_closed(sys.stderr):
         return False
     # A notebook's stream is no terminal, and its page draws one line over another all the same.
@@ -36,13 +36,13 @@ def shows_bar() -> bool:
 
 
 class Run:
-    """Problems that are measured together, and how it looks.
+    """Problems that are measured together, and how far they are.
 
     Attributes:
       total: how many there will be; None where they come up one by one.
-      known: how many more did not have to be measured.
-      measured: the entries that were made.
-      steps: (count, entry) of the operations of a step, once they are decided; empty where nobody counted them.
+      known: how many more were known before.
+      measured: the new entries.
+      steps: (count, entry) of each operation of a step, once it is decided; empty where nobody counted them.
     """
 
     def __init__(self, total: int | None = None, known: int = 0):
@@ -56,7 +56,7 @@ class Run:
         self._bar: Bar | None = None
 
     def begin(self, key: Key, seconds: float) -> None:
-        """A problem's measurement, for which there are so many seconds."""
+        """The measurement of a problem begins, with a budget of `seconds`."""
         self._number += 1
         self._key, self._since, self._seconds = key, time.monotonic(), seconds
         name = f"tuning {self._number}" + (f" of {self.total}" if self.total else "")
@@ -70,19 +70,19 @@ class Run:
         self.tick()
 
     def best(self, us: float, xla_us: float) -> None:
-        """What the fastest of ours takes so far, and XLA; `tick` shows it."""
+        """Notes the time of our fastest candidate so far, and XLA's; `tick` shows them."""
         bar, key = self._bar, self._key  # which another thread may remove
         if bar is not None and key is not None:
             bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {key.problem}", refresh=False)
 
     def tick(self) -> None:
-        """Moves the bar to where it belongs now."""
+        """Moves the bar to the present state."""
         if self._bar is not None:
             done = min(_NEARLY, (time.monotonic() - self._since) / self._seconds)
             self._draw(done if self.total is None else self._number - 1 + done)
 
     def end(self) -> None:
-        """Of a measurement, whatever became of it."""
+        """The measurement ends, with or without a result."""
         self._key = None
         if self.total is None:
             self._remove_bar()  # what comes between two lowered operations is none of ours
@@ -100,7 +100,7 @@ class Run:
         self._bar = None
 
     def close(self, given_up: bool = False) -> None:
-        """Removes the bar, and says what was tuned."""
+        """Removes the bar, and writes the closing line."""
         self._remove_bar()
         text = f"tuning was given up: {self.summary()}" if given_up else self.summary()
         if not shows_bar():
@@ -109,7 +109,7 @@ class Run:
         _bars().write(f"jax_splitk: {text}")
 
     def summary(self) -> str:
-        """One line: problems tuned, seconds, what a step gains, and choices that changed."""
+        """One line: the number of problems, the seconds, the gain of a step, and choices that changed."""
         count = len(self.measured)
         left = max(0, (self.total or 0) - count)
         what = f"{count} of {self.total} problems" if left else f"{count} problem{'s' * (count != 1)}"
@@ -129,7 +129,7 @@ def _bars() -> types.ModuleType:
 
 
 def _sum(of: str, counted: Iterable[tuple[int, Entry]]) -> str:
-    """What operations take together, one after the other, and what that gains."""
+    """The time of operations, one after the other, and the gain over XLA."""
     rows = [(count, entry.us(entry.choice), entry.us(XLA)) for count, entry in counted]
     timed = [(count, count * us, count * xla_us) for count, us, xla_us in rows if us is not None and xla_us is not None]
     operations, us, xla_us = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0, 0.0)
@@ -138,7 +138,7 @@ def _sum(of: str, counted: Iterable[tuple[int, Entry]]) -> str:
 
 
 class Progress:
-    """The runs of a process, each of the thread that waits for it."""
+    """The runs of a process. Each belongs to the thread that waits for it."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -146,7 +146,7 @@ class Progress:
 
     @contextlib.contextmanager
     def run(self, total: int, known: int = 0) -> Iterator[Run]:
-        """What this thread measures inside the block is one run."""
+        """What this thread measures in the block is one run."""
         run = self._own.run = Run(total, known)
         given_up = True
         try:
@@ -173,17 +173,17 @@ class Progress:
             run.end()
 
     def best(self, key: Key, us: float, xla_us: float) -> None:
-        """Of a search, in whatever thread."""
+        """As `Run.best`, for a search in whatever thread."""
         if (run := self._open.get(key)) is not None:
             run.best(us, xla_us)
 
     def tick(self, key: Key) -> None:
-        """Time goes on."""
+        """As `Run.tick`, for the run of the key."""
         if (run := self._open.get(key)) is not None:
             run.tick()
 
     def lowered(self, *, given_up: bool = False) -> bool:
-        """What this thread was lowering is lowered. Whether that ends a run."""
+        """This thread's lowering is done. Returns whether that ends a run."""
         run = getattr(self._own, "run", None)
         if run is None or run.total is not None:
             return False

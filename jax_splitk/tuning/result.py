@@ -36,7 +36,7 @@ class TuningResult:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Stands for all entries: inside a block jit compares results at every call of every function."""
+        """Identifies all entries: inside a block jit compares results at each call of a function."""
         found = hashlib.sha256()
         for key, entry in self.entries:
             found.update(f"{key.digest} {entry.dumps()}".encode())

@@ -1,8 +1,8 @@
-"""The search: rank by the cost model, time the best few, refine around the winner, race XLA.
+"""The search: rank candidates by the cost model, time the best few, refine around the winner, race XLA.
 
-Successive halving over the ranked candidates, then a local search over the family's neighbouring configs; the order in
-which CUTLASS's maintainers advise to tune weight gradients (tile shapes first, then the split count that fills whole
-waves) is the order of the ranking.
+Successive halving over the ranked candidates is followed by a local search over the family's neighbouring configs.
+CUTLASS's maintainers advise to tune weight gradients in the order of the ranking: tile shapes first, then the number of
+splits that fills whole waves.
 """
 
 import concurrent.futures
@@ -67,7 +67,7 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
 
 
 def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[tuple[float, Candidate]]:
-    """The same, each with the seconds that the cost model predicts."""
+    """As `ranked`, each with the seconds that the cost model predicts."""
     return list(_ranking(key, workspace_limit, _families(key)))
 
 
@@ -82,7 +82,7 @@ def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tu
 
 
 def is_served(key: Key, workspace_limit: int) -> bool:
-    """Whether `ranked` has any, without a ranking, which takes a tenth of a second for some problems."""
+    """Whether `ranked` has any candidate. A ranking itself takes a tenth of a second for some problems."""
     # Families that take a part of the problems come first, and some have thousands of configs to choose from.
     return any(_allowed(key, workspace_limit, family) for family in reversed(_families(key)))
 
@@ -93,7 +93,7 @@ def _families(key: Key) -> tuple[Family, ...]:
 
 @functools.lru_cache(maxsize=2048)
 def _allowed(key: Key, workspace_limit: int, family: Family) -> tuple[Candidate, ...]:
-    """A family's candidates that are legal and fit the limit."""
+    """A family's candidates that are legal and fit in the limit."""
     if family.refusal(key.problem, None, key.target) is not None:
         return ()
     found = (Candidate(family, config) for config in family.candidates(key.problem, key.target))
@@ -106,15 +106,15 @@ def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
 
 
 class Search:
-    """One search, and what it has found so far, for the thread that watches it and may give it up.
+    """One search and its results so far, which the thread that watches it may read, and which it may give up.
 
     Attributes:
       bench: where the candidates run; None before it is set up.
       xla: XLA's contestant, once it has run.
-      contestants: ours that compiled and computed the right result.
-      failures: those that did not.
-      tried: all that were looked at.
-      given_up: set by that thread: nothing more is compiled or run, and what is running ends by itself.
+      contestants: our candidates that compiled and computed the right result.
+      failures: our candidates that did not.
+      tried: all candidates that were prepared.
+      given_up: set by the thread that watches: nothing more is compiled or run, and what is running ends by itself.
     """
 
     def __init__(self, key: Key, workspace_limit: int, old: Entry | None, seconds: float) -> None:
@@ -139,16 +139,16 @@ class Search:
         self._first = first_round(key, ranking)
 
     def _now(self) -> float:
-        """The time by which the budget counts: it stands still while the search waits for others."""
+        """The time for the budget: it stands still while the search waits for others."""
         return time.monotonic() - (0.0 if self.bench is None else self.bench.waited)
 
     def stuck(self) -> Candidate | None:
-        """What has been running on the device for longer than anything that comes back."""
+        """The candidate that has been running on the device for longer than anything that comes back."""
         running = None if self.bench is None else self.bench.running
         return running[0] if running is not None and time.monotonic() - running[1] > STUCK_SECONDS else None
 
     def run(self) -> Entry:
-        """Searches; raises RuntimeError where XLA cannot compute the problem, `GivenUp` where it was given up."""
+        """Searches. Raises RuntimeError where XLA cannot compute the problem, `GivenUp` if the search is given up."""
         with jax.default_device(jax.local_devices()[0]):
             first = self._first_candidates()
             bench, xla = self._start(first)
@@ -178,8 +178,8 @@ class Search:
         return self.ranking[0] if self.ranking else None
 
     def compile_first(self) -> None:
-        """Begins to compile what the search will ask for, as far as that is known: its first candidates, and the steps
-        from what the model predicts to be the fastest."""
+        """Begins to compile what the search will need first: its first candidates, and the neighbours of the model's
+        choice."""
         first = self._first_candidates()
         self._compile_ahead([*first, *(step for best in first[:1] for step in self._neighbours(best))])
 
@@ -189,7 +189,7 @@ class Search:
             compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
 
     def _first_candidates(self) -> list[Candidate]:
-        """The best of an earlier entry, and the best by the model."""
+        """The best candidates of an earlier entry, and the best by the model."""
         if self._old is None:
             return self._first
         ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
@@ -200,7 +200,7 @@ class Search:
         return list(dict.fromkeys([*self._first[:1], *held, *self._first]))
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
-        """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
+        """The bench, and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
             meanwhile.submit(self._compile_now, first[: self._at_once])
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
@@ -227,7 +227,7 @@ class Search:
         return joined
 
     def _prepare_first(self, bench: Bench, first: list[Candidate]) -> float:
-        """Prepares the first round for half of the search's time; the seconds that a batch of candidates may take."""
+        """Prepares the first round within half of the search's time. Returns the seconds that a batch may take."""
         taken = self._compile_seconds
         for i in range(0, len(first), self._at_once):
             preparing = self._now()
@@ -240,26 +240,26 @@ class Search:
         return taken
 
     def _compile_steps(self, bench: Bench) -> None:
-        """Begins to compile the steps from the fastest until now, if there is device code in them, while others of the
-        first round are prepared and timed."""
+        """Begins to compile the neighbours of the fastest candidate so far, while others of the first round are
+        prepared and timed. Only device code takes long to compile."""
         if self.key.target.platform == "cuda":
             self._screen(bench, [c for c in (self.xla, *self.contestants) if c is not None])
             if (best := _fastest(_working(self.contestants))) is not None and self._may_win(best):
                 self._compile_ahead(self._neighbours(best.candidate))
 
     def _screen(self, bench: Bench, contestants: list[Contestant]) -> None:
-        """Times those that are not timed yet: once by the profiler, where that can be, for the wall clock shows what
-        the host takes to start short kernels, and what other threads take from it."""
+        """Times the contestants that are not timed yet, once, by the profiler where possible: the wall clock also shows
+        how long the host takes to start short kernels, and what other threads take from it."""
         new = [contestant for contestant in contestants if not contestant.is_timed]
         if new and not bench.time_on_device(_working(new), rounds=1):
             bench.time(new, 3, self._deadline + bench.waited)
 
     def _may_win(self, best: Contestant) -> bool:
-        """Whether steps from our fastest may be faster than XLA."""
+        """Whether a neighbour of our fastest candidate may be faster than XLA."""
         return self.xla is None or self.xla.error is not None or best.us <= GIVE_UP * self.xla.us
 
     def _refine(self, bench: Bench, taken: float) -> None:
-        """Steps to the neighbours of the fastest until none is faster, it is hopeless, or the time is over."""
+        """Steps to the neighbours of the fastest candidate until none is faster, none can win, or the time is over."""
         while self.contestants and self._now() < self._deadline:
             started, best = self._now(), _fastest(self.contestants)
             if not self._may_win(best):
@@ -277,8 +277,8 @@ class Search:
             taken = (self._now() - started) / math.ceil(len(new) / self._at_once)
 
     def _tell(self) -> None:
-        """How far it is, for the user."""
-        if self.xla is not None and self.xla.error is None and self.contestants:
+        """Shows the user how far it is."""
+        if self.xla is not None and self.contestants:
             searches.state.progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
@@ -291,8 +291,8 @@ class Search:
         return [c for c, each in zip(allowed, seconds, strict=True) if each <= SLOWER_STEP * own]
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
-        """Times the fastest and XLA once more, in turns, on the device where that can be; by the wall clock only these
-        times count then, for those before were not all taken side by side."""
+        """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock
+        only these times count, since the earlier ones were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
         # The model's own choice takes part: it is what the others are compared with, and its regret is reported. So
         # does that of an earlier search.
@@ -324,7 +324,7 @@ class Search:
         return steady or finalists
 
     def _is_unclear(self, finalists: list[Contestant]) -> bool:
-        """Whether it is that the fastest beats the model's own choice, or does not."""
+        """Whether more rounds must tell if the fastest candidate beats the model's own choice."""
         fastest, least, most = _fastest(finalists), *UNCLEAR
         own = next((c for c in finalists if c.candidate == self._predicted), None)
         if own is None or not least * fastest.us < own.us <= FINALIST * fastest.us:
@@ -332,12 +332,12 @@ class Search:
         return own.us <= most * fastest.us or not _beats(fastest, own)
 
     def _took_the_context(self, xla: Contestant) -> bool:
-        """Whether XLA's operation, which had worked, fails because one of ours did before it, and no other search's."""
+        """Whether XLA's operation, which had worked, fails because one of this search's candidates failed before it."""
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
         return failed and device.state.poisoned_by == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
 
     def entry_without(self, stuck: Candidate) -> Entry:
-        """The entry of what is known while a candidate does not come back; RuntimeError where that is XLA."""
+        """The entry while a candidate does not come back. Raises RuntimeError where that is XLA."""
         error = f"it did not come back within {STUCK_SECONDS} s"
         if self.xla is None or stuck == XLA:
             raise RuntimeError(f"XLA cannot compute it: {error}")
@@ -347,7 +347,7 @@ class Search:
         return self._entry(choice.candidate, timed)
 
     def unfinished(self) -> Entry | None:
-        """What was measured until now, as an entry that no search is spared for; None before anything was."""
+        """The measurements until now, as an entry that spares no search; None before there are any."""
         timed = [c for c in list(self.contestants) if c.is_timed and c.error is None]
         if self.xla is None or not self.xla.is_timed or not timed:
             return None
@@ -370,10 +370,11 @@ def _measurement(contestant: Contestant) -> Measurement:
 
 
 def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
-    """The candidates that are timed at first: as many as may be the fastest by the cost models, few where these are
-    sure. The last third of them are the best of other families and kernel variants, if there are such: models err by
-    whole tiles, and each in its own direction. The best without splits is added where it may be the fastest
-    (`UNSPLIT`)."""
+    """The candidates that are timed first: those that may be the fastest by the cost models, few where these are sure.
+
+    The last third are the best of other families and kernel variants, if there are any: models err by whole tiles, each
+    in its own direction. The best one without splits is added where it may be the fastest (`UNSPLIT`).
+    """
     close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]
@@ -402,7 +403,7 @@ def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -
 
 
 def _variant(candidate: Candidate) -> Any:
-    """A candidate up to its split count."""
+    """A candidate without its number of splits."""
     fields = {name: value for name, value in vars(candidate.config).items() if name != "splits"}
     return candidate.family, tuple(fields.items())
 
@@ -416,9 +417,12 @@ def _fastest(contestants: list[Contestant]) -> Contestant | Any:
 
 
 def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
-    """The fastest of ours, unless the model's own choice is within the noise of it and beyond it faster than XLA; then
-    the faster of it and XLA: by device times as they stand, by the wall clock XLA where its fastest round is faster by
-    more than `NOISE`. Rounds of a busy machine lie far apart, and the fastest of them says the most."""
+    """The winner among the finalists and XLA.
+
+    Of ours it is the fastest, unless the model's own choice is within the noise of it and beyond the noise faster than
+    XLA. It competes with XLA by device times as they stand. By the wall clock XLA wins where its fastest round is
+    faster by more than `NOISE`: on a busy machine rounds lie far apart, and the fastest says the most.
+    """
     best = _fastest(finalists)
     if best is None:
         return xla
@@ -432,8 +436,8 @@ def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | 
 
 
 def _beats(challenger: Contestant, holder: Contestant) -> bool:
-    """Whether it is faster by more than the noise: in every round of device times, which were taken in turns, or in all
-    but one of many; else by more than the spread of both."""
+    """Whether the challenger is faster by more than the noise. Device times were taken in turns: it must be faster in
+    every round, or in all but one of many. Otherwise it must be faster by more than the spread of both."""
     if challenger.device_times and holder.device_times:
         if challenger.us >= holder.us * (1 - NOISE):
             return False

@@ -1,4 +1,4 @@
-"""From a problem to what is lowered for it: a kernel's candidate, or XLA where no kernel may or should serve."""
+"""From a problem to what is lowered for it: a kernel, or XLA where no kernel can or should serve."""
 
 import logging
 
@@ -25,8 +25,8 @@ _logger = logging.getLogger("jax_splitk")
 def select(problem: Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False) -> Choice:
     """The choice for `problem` on `target`.
 
-    Caches, tables and the cost model need no compiler. A final choice needs its kernel's code: one that no cache has,
-    and that cannot be compiled here, is XLA's.
+    Caches, tables and the cost model need no compiler. A final choice needs its kernel's code: where no cache has that,
+    and nothing here compiles it, the choice is XLA.
 
     Args:
       measure: whether a miss may be measured now (and stored), if tuning is on.
@@ -35,8 +35,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     Raises:
       NotImplementedError: an explicit implementation or config cannot serve; the message names the limit.
       ValueError: the config is not legal for the problem, or its workspace is over the limit.
-      FrozenCacheMiss: no entry, or neither its kernel nor a compiler, under `JAX_SPLITK_CACHE_MODE=frozen`, for a final
-        choice.
+      FrozenCacheMiss: in frozen mode, for a final choice: there is no entry, or neither its kernel nor a compiler.
     """
     if options.implementation == "xla":
         return Choice(problem, XLA, "implementation='xla' was asked for")
@@ -70,7 +69,7 @@ def _is_asked_for(family: Family, options: Options) -> bool:
 
 
 def without_code(choice: Choice, target: Target) -> str | None:
-    """Why there is no compiler for the choice's kernel, if no cache has it; None where there is its code."""
+    """Why the choice's kernel cannot be lowered: no cache has it, and there is no compiler. None where it can."""
     if choice.candidate == XLA or target.platform != "cuda" or (missing := toolchain.unavailable()) is None:
         return None
     plan = choice.candidate.plan(choice.problem)
@@ -79,8 +78,8 @@ def without_code(choice: Choice, target: Target) -> str | None:
 
 
 def _why_xla(problem: Problem, target: Target, options: Options) -> str:
-    """Why no family serves: each reason once, with all its families. Another platform's families are mentioned only
-    where one of them was asked for."""
+    """Why no family serves: each reason once, with its families. Other platforms' families are mentioned only where one
+    of them was asked for."""
     names: dict[str, list[str]] = {}
     for family in kernels.families(problem.op, None if options.explicit else target.platform):
         if _is_asked_for(family, options):
@@ -93,13 +92,13 @@ def _why_xla(problem: Problem, target: Target, options: Options) -> str:
 
 
 def is_silent(choice: Choice, options: Options) -> bool:
-    """Whether it is an implied pass that is lax's because XLA is faster: nothing that anybody has to know."""
-    return options.implied and choice.candidate == XLA and not choice.costs
+    """Whether the choice is a quiet pass that is lax's because XLA is faster. Nobody needs to know that."""
+    return options.quiet and choice.candidate == XLA and not choice.costs
 
 
 def announce(choice: Choice, options: Options) -> None:
-    """One log line for each problem and outcome: falling back is silent only where nobody asked for more, and a warning
-    for each reason where it costs time."""
+    """Logs a choice: a line for each problem and outcome, and a warning, once for each reason, where an obstacle costs
+    time. Silent passes are not logged."""
     silent = is_silent(choice, options)
     watch.state.lowered(choice, options, silent=silent)
     if silent:
@@ -118,10 +117,10 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     """The choice and its custom call; XLA and None, with one warning, where its code does not compile.
 
     Args:
-      agreed: whether the processes of a job lower the same: then one that cannot compile keeps all from it.
+      agreed: whether the processes of a job lower the same: then XLA computes it in all of them if one cannot compile.
 
     Raises:
-      CompilationError, CompilerUnavailable: likewise, for an explicit implementation or config.
+      CompilationError, CompilerUnavailable: the code of an explicit implementation or config does not compile.
     """
     problem, candidate = choice.problem, choice.candidate
     if candidate == XLA:

@@ -1,7 +1,7 @@
 """One profile for all searches that wait for one.
 
-To start a profile and to stop it takes longer than what a search runs in it. The first that asks waits for the device;
-whoever asks meanwhile is in the same profile, one after the other.
+It takes longer to start and to stop a profile than to run what a search measures. So the first search that asks waits
+for the device, and those that ask meanwhile run in the same profile, one after the other.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ _WATCH_SECONDS = 0.2
 
 
 class _Left(Exception):
-    """Who was to take the profile went away before."""
+    """The search that was to take the profile was given up before."""
 
 
 @dataclasses.dataclass
 class _Work:
-    """What one search runs.
+    """What one search runs in the profile.
 
     Attributes:
-      error: what that raised.
-      events: the profile's, named by their modules.
+      error: what `run` raised.
+      events: the profile's events, named by their modules.
     """
 
     run: Callable[[], object]
@@ -36,7 +36,7 @@ class _Work:
 
 
 class SharedProfile:
-    """The next profile of the process."""
+    """The next profile that is taken."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,12 +51,12 @@ class SharedProfile:
         """`profile.module_times` of a profile in which `run` ran; others may have run before and after it.
 
         Args:
-          run: what to run; it waits for its own results.
+          run: runs the work and waits for its results.
           device: a context in which nothing else is measured.
-          check: raises where the caller is not to wait any longer.
+          check: raises where the caller should not wait any longer.
 
         Raises:
-          RuntimeError: a profile is being taken already, by somebody else.
+          RuntimeError: somebody else is taking a profile.
           BaseException: what `run`, `device` or `check` raised.
         """
         while True:

@@ -1,9 +1,9 @@
 """Entries on disk: one JSON file for each key, in layers.
 
-The writable layer is `JAX_SPLITK_CACHE_DIR` (disk.cache_dir()), then come the read-only layers of
+The writable layer is `JAX_SPLITK_CACHE_DIR` (disk.cache_dir()). Then come the read-only layers of
 `JAX_SPLITK_CACHE_PATH` (separated by colons), then the tables that ship with the package. Writes are atomic and hold no
-lock, so any number of processes may share a layer; the last writer of a key wins, having merged what it found. A file
-that is damaged, foreign or newer is a miss with one warning.
+lock, so any number of processes may share a layer. The last writer of a key merges its entry with the one that it
+finds. A file that is damaged, foreign or newer is a miss with one warning.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jax_splitk.tuning.key import FOLDER_PREFIX, Environment, Key
 
 
 def layers() -> list[tuple[str, pathlib.Path]]:
-    """(name, folder) of the layers in the order of their precedence."""
+    """(name, folder) of the layers, in the order of their precedence."""
     own = disk.cache_dir()
     caches = [("user cache" if folder == own else "read-only cache", folder) for folder in disk.folders()]
     return [*caches, ("shipped table", table.FOLDER)]
@@ -61,7 +61,8 @@ def _look_for_old_entries(folder: pathlib.Path) -> None:
 
 
 def elsewhere(key: Key) -> list[Environment]:
-    """The other machines for which the caches have the key's problem. Every entry is read: for a message's sake."""
+    """The other machines for which the caches have the key's problem. It reads every entry: only an error's message
+    needs it."""
     found: dict[Environment, None] = {}
     for path in (path for folder in disk.folders() for path in files(folder)):
         with contextlib.suppress(ValueError, RecursionError):
@@ -72,7 +73,7 @@ def elsewhere(key: Key) -> list[Environment]:
 
 
 def read(path: str | pathlib.Path, key: Key) -> Entry | None:
-    """The entry in a file; None when there is none that can be used, with a warning if there is one that cannot."""
+    """The entry in a file; None where there is no file, or, with a warning, where the file cannot be used."""
     data = disk.read(path)
     if data is None:
         return None
@@ -84,7 +85,7 @@ def read(path: str | pathlib.Path, key: Key) -> Entry | None:
 
 
 def save(entry: Entry) -> bool:
-    """Stores an entry in the writable layer, merged with the one that is there; False where nothing was written."""
+    """Merges an entry into the writable layer. Returns False where nothing was written."""
     folder = disk.cache_dir()
     if disk.mode() != "update":
         return False
@@ -96,5 +97,5 @@ def save(entry: Entry) -> bool:
 
 
 def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The entry files of a layer; none where it may not be entered."""
+    """The entry files of a layer; none where the folder cannot be read."""
     return disk.files(folder, "tuning/*/*.json")

@@ -1,7 +1,7 @@
-"""A sweep: the time of a problem against the number of splits, for a few configs of the kernels that serve it, with
+"""Sweeps: the time of a problem against the number of splits, for a few configs of the kernels that serve it, with
 XLA's time and the cost model's first choice in the same run.
 
-It is what people do by hand to find a split count. The tuner finds it with fewer measurements; a sweep shows why.
+People find a number of splits by hand in this way. The tuner finds it with fewer measurements; a sweep shows why.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One candidate's time: microseconds of a call, None where it failed (`error`).
+    """The time of one candidate: microseconds of a call; None where it failed (`error`).
 
     Attributes:
-      spread: how far apart the rounds are, relative.
-      predicted_us: by the cost model.
+      spread: how far apart the rounds are, relative to the time.
+      predicted_us: the cost model's prediction.
     """
 
     candidate: Candidate
@@ -49,12 +49,12 @@ class Point:
 
     @property
     def splits(self) -> int:
-        """1 for a config that has no such field."""
+        """The number of splits; 1 for a config that has no such field."""
         return getattr(self.candidate.config, "splits", 1)
 
     @property
     def variant(self) -> str:
-        """The config without its number of splits: points of one variant form a line."""
+        """The config without its number of splits: the points of one variant form a line."""
         fields = dataclasses.asdict(self.candidate.config)
         return " ".join([self.candidate.name, *(f"{name}={v}" for name, v in fields.items() if name != "splits")])
 
@@ -65,10 +65,10 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What was measured.
+    """The measurements of a sweep or a race.
 
     Attributes:
-      points: ascending by splits; of a race, in the order of the cost model.
+      points: ascending by splits in a sweep; in the order of the cost model in a race.
       model: the cost model's first choice, whatever its number of splits.
       source: "device" (profiler) or "wall".
     """
@@ -82,7 +82,7 @@ class Sweep:
 
     @property
     def best(self) -> dict[int, Point]:
-        """The fastest by the number of splits; none where all of a number failed."""
+        """The fastest point for each number of splits; none where all of a number failed."""
         timed = [point for point in self.points if point.us is not None]
         return {p.splits: p for p in sorted(timed, key=lambda p: (p.splits, -(p.us or 0.0)))}
 
@@ -103,14 +103,16 @@ class Sweep:
 def candidates(
     problem: Problem, target: Target, splits: Sequence[int], variants: int, only: Mapping[str, str] | None = None
 ) -> list[Candidate]:
-    """The legal candidates of a sweep, ascending by splits: the `variants` configs that the cost model predicts to be
-    the fastest with any of the numbers of splits, with all of them.
+    """The legal candidates of a sweep, ascending by splits.
+
+    They are all numbers of splits of `variants` configs: those that the cost model predicts to be the fastest with any
+    of the numbers.
 
     Args:
       only: fields of configs, and the text of the value that they must have.
 
     Raises:
-      ValueError: there is none; says why.
+      ValueError: there is none; the message says why.
     """
     legal: dict[Any, list[tuple[float, Candidate]]] = {}
     refusals = []
@@ -183,7 +185,7 @@ def race(problem: Problem, configs: int, progress: Progress = lambda done, of: N
 def _measured(
     problem: Problem, target: Target, wanted: Sequence[Candidate], first: Candidate, progress: Progress
 ) -> Sweep:
-    """The times of `wanted`, of XLA and of `first`, the cost model's choice, which need not be among them."""
+    """The times of `wanted`, of XLA and of `first`, the cost model's choice, which need not be in `wanted`."""
     with searches.state.turn, usual_settings(), jax.default_device(jax.local_devices()[0]):
         bench = Bench(problem, target.platform, threading.Event())
         held, failures = bench.prepare([XLA, first])
@@ -207,7 +209,7 @@ def _measured(
 
 
 def _time(bench: Bench, contestants: Sequence[Contestant]) -> bool:
-    """Whether the profiler timed them."""
+    """Times the contestants. Returns whether the profiler did."""
     for contestant in contestants:
         contestant.times, contestant.device_times = [], []
     bench.time(contestants, ROUNDS, math.inf)
@@ -216,7 +218,7 @@ def _time(bench: Bench, contestants: Sequence[Contestant]) -> bool:
 
 
 def _require_working(problem: Problem, those: Sequence[Contestant | Measurement]) -> None:
-    """Raises RuntimeError where what everything is compared with has failed, perhaps since another candidate did."""
+    """Raises RuntimeError where a measurement that all others are compared with has failed."""
     for failed in (one for one in those if one.error is not None):
         raise RuntimeError(f"{problem}: {failed.candidate} failed: {failed.error}")
 

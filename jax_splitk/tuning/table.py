@@ -29,13 +29,13 @@ FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"
 
 
 def path_for(op: str, device_kind: str) -> pathlib.Path:
-    """The table's file: nvidia_h200/conv_wgrad.json."""
+    """The table's file, e.g. nvidia_h200/conv_wgrad.json."""
     return FOLDER / re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) / f"{op}.json"
 
 
 @functools.lru_cache(maxsize=256)
 def machine_of(environment: Environment) -> dict[str, Any]:
-    """What a table says of its machine: all of an environment but the families."""
+    """How a table names its machine: an environment without the families."""
     fields = dataclasses.asdict(environment)
     del fields["abi"]
     return fields
@@ -43,7 +43,7 @@ def machine_of(environment: Environment) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table's file, as plain data; `rows` by the text of their problem."""
+    """A table's file as plain data; `rows` is keyed by the text of the problems."""
 
     machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     abi: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class Table:
 
 
 def lookup(key: Key) -> Entry | None:
-    """The shipped entry for a key; None, with one warning, for one that cannot be used."""
+    """The shipped entry for a key. None where there is none, or, with one warning, where it cannot be used."""
     op, device_kind = key.problem.op, key.environment.device_kind
     table = once.state.result((FOLDER, op, device_kind), lambda: _read_or_warn(path_for(op, device_kind)))
     try:
@@ -82,7 +82,7 @@ def _read_or_warn(path: pathlib.Path) -> Table:
 
 
 def read(path: pathlib.Path) -> Table:
-    """The table in a file, an empty one where there is no file; raises InvalidEntry for a file that is not a table."""
+    """The table in a file; empty where there is no file. Raises InvalidEntry for a file that is no table."""
     text = disk.read(path)
     if text is None:
         return Table()

@@ -1,13 +1,13 @@
-"""Searches in threads that are watched: `tune`.
+"""Runs searches in threads, and watches them: `tune`.
 
-While one is waited for, those that come next are under way: one compiles while another holds the device, which is one's
-at a time.
+While the caller waits for one search, the next ones are under way: they compile while another holds the device, which
+one search has at a time.
 
 A candidate that raises, or computes something else than XLA, is recorded and passed over. Two failures end the search,
-because they take the device from the whole process: a kernel that does not come back, which nobody can stop and behind
-which all other work waits, and an error that ends CUDA's context, such as an illegal address, after which every call
-fails. Then the choice is made of what is known, usually XLA, and kept with the candidate's failure, so that the
-program works when it is started again.
+because they take the device from the whole process: a kernel that does not come back, behind which all other work
+waits, and an error that ends CUDA's context, such as an illegal address, after which every call fails. Then the choice
+is made from what is known, usually XLA, and is stored with the candidate's failure, so that the program works when it
+is started again.
 """
 
 import atexit
@@ -46,7 +46,7 @@ class Running:
     """A search in its thread.
 
     Attributes:
-      result: its entry.
+      result: the future entry.
       awaited: whether somebody waits for it.
     """
 
@@ -59,21 +59,24 @@ class Running:
 
 @dataclasses.dataclass
 class Queued:
-    """What is known of a key that may be measured next: the budget (None for the default), and whether its first
-    candidates are compiling."""
+    """A key that may be measured next.
+
+    Attributes:
+      seconds: the budget; None for the default.
+      compiling: whether its first candidates are compiling.
+    """
 
     seconds: float | None = None
     compiling: bool = False
 
 
 def budget_seconds() -> float:
-    """`JAX_SPLITK_TUNE_BUDGET_S`, seconds for one problem; 10 by default. Raises ValueError unless positive."""
+    """`JAX_SPLITK_TUNE_BUDGET_S`, the seconds for one problem; 10 by default. Raises ValueError unless positive."""
     return settings.seconds("JAX_SPLITK_TUNE_BUDGET_S")
 
 
 def earlier(key: Key) -> Entry | None:
-    """An entry whose candidates take part in a search: the key's own, else a relative's, whose measurements say what to
-    try first and decide nothing."""
+    """An entry whose best candidates a search tries first: the key's own, else a sibling GPU's. It decides nothing."""
     found = itertools.chain.from_iterable(map(store.found, (key, *siblings.keys(key))))
     return next((entry for entry, _ in found), None)
 
@@ -81,22 +84,22 @@ def earlier(key: Key) -> Entry | None:
 def tune(
     key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT, old: Entry | None = None, seconds: float | None = None
 ) -> Entry:
-    """Decides by measurement on the local device; blocks until done. One at a time: `Session.turn`.
+    """Decides by measurement on the local device, and waits for it. The caller holds the `turn` of `searches.Searches`.
 
-    The search has a thread of its own: it is free of the trace, mesh and other JAX contexts that the caller may be
-    inside of, and the process can do without it (and end) where a kernel does not come back.
+    The search has a thread of its own. So it is free of the trace, mesh and other JAX contexts of the caller, and the
+    process can go on (and end) where a kernel does not come back.
 
     Args:
-      key: what to decide, for the local device.
+      key: the key to decide, for the local device.
       workspace_limit: bytes that a candidate's workspace may have.
-      old: an earlier entry (`earlier`); its best candidates take part again.
+      old: an earlier entry (`earlier`), whose best candidates take part again.
       seconds: time budget; None for `budget_seconds()`. Compilation of the first candidates may exceed it.
 
     Raises:
       RuntimeError: XLA itself fails on the problem (out of memory, for instance), or an earlier measurement of this
         process has not come back.
-      CompilerUnavailable: there is no compiler for our candidates: XLA would win, and stay in the cache.
-      KeyboardInterrupt: what was measured until then is stored, and the next lowering goes on.
+      CompilerUnavailable: there is no compiler for our candidates. XLA would win, and stay in the cache.
+      KeyboardInterrupt: what was measured until then is stored, and the next tuning of the problem goes on from there.
     """
     missing = toolchain.unavailable() if key.target.platform == "cuda" else None
     if missing is not None:
@@ -150,8 +153,8 @@ def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | N
 
 
 def _look_ahead() -> None:
-    """Begins the searches of the next problems, and after that to compile the first candidates of more of them until
-    there is enough to do for every core."""
+    """Begins the searches of the next problems; then begins to compile first candidates of more of them, until every
+    core has enough to do."""
     queue = searches.state.queue
     with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
         while queue and _has_room(key_and_limit := next(iter(queue))):
@@ -174,14 +177,14 @@ def _has_room(key_and_limit: tuple[Key, int]) -> bool:
 
 
 def _operands_bytes(key: Key) -> int:
-    """Roughly, of a search's operands and results."""
+    """The approximate size of a search's operands and results."""
     return 2 * max(ROTATED_BYTES[key.target.platform], 2 * key.problem.bytes_moved)
 
 
 @contextlib.contextmanager
 def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Iterator[None]:
-    """While the block runs, keys and limits that it asks for, in this order, with a budget for each: the next ones are
-    searched, and kernels compiled, while one is waited for."""
+    """In the block, keys and limits in the order in which it will ask for them, with a budget for each: while one is
+    waited for, the next ones are searched and their kernels compiled."""
     here = not agreement.needed()  # in a job the others must not disturb process 0
     searches.state.queue = {k: Queued(seconds) for k in keys if here and k[0].target.platform == "cuda"}
     try:
@@ -191,7 +194,7 @@ def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Ite
 
 
 def enqueue(key: Key, workspace_limit: int) -> None:
-    """Takes note that a lowering may ask for it."""
+    """Notes that a lowering may ask for a key."""
     searches.state.queue.setdefault((key, workspace_limit), Queued())
 
 
@@ -202,7 +205,7 @@ def _clear_queue() -> None:
 
 
 def give_up_ahead() -> None:
-    """Ends the searches that nobody waits for, and lets the device be free of them."""
+    """Ends the searches that nobody waits for, and waits a moment for them to release the device."""
     ahead = [running for running in list(searches.state.running.values()) if not running.awaited]
     for running in ahead:
         _give_up(running)
@@ -211,14 +214,14 @@ def give_up_ahead() -> None:
 
 
 def _abandon(running: Running) -> None:
-    """Ends a search, whose thread may go on for a while."""
+    """Ends a search. Its thread may go on for a while."""
     running.search.given_up.set()
     searches.state.running.pop((running.search.key, running.limit), None)
     searches.state.abandoned.append(running)
 
 
 def _give_up(running: Running) -> None:
-    """Ends a search that was not waited for, or not to the end; what it has measured is stored."""
+    """Ends a search that was not waited for, or not to the end, and stores what it has measured."""
     _abandon(running)
     if running.result.done():
         entry = None if running.result.exception() else running.result.result()
@@ -229,7 +232,7 @@ def _give_up(running: Running) -> None:
 
 
 def _stuck() -> tuple[Running, Candidate] | None:
-    """A search whose candidate does not come back, and nothing else that waits for the device."""
+    """A search with a candidate that does not come back, so that everything else waits for the device."""
     for running in list(searches.state.running.values()):
         if (stuck := running.search.stuck()) is not None and not running.result.done():
             return running, stuck
@@ -237,7 +240,8 @@ def _stuck() -> tuple[Running, Candidate] | None:
 
 
 def _without(running: Running, stuck: Candidate, awaited: Running) -> Entry:
-    """The entry where a candidate does not come back: if it is another search's, that is stored, and RuntimeError."""
+    """The awaited search's entry without the candidate that does not come back. If the candidate is another search's,
+    that entry is stored, and RuntimeError raised."""
     search = running.search
     for each in list(searches.state.running.values()):
         _abandon(each)
@@ -254,7 +258,7 @@ def _without(running: Running, stuck: Candidate, awaited: Running) -> Entry:
 
 
 def _wait_for_abandoned() -> Candidate | None:
-    """Waits until the searches that were given up have ended; what does not come back, if it never will."""
+    """Waits until the searches that were given up have ended. Returns a candidate that never will."""
     abandoned = searches.state.abandoned
     while abandoned:
         if not abandoned[0].thread.is_alive():
@@ -268,8 +272,8 @@ def _wait_for_abandoned() -> Candidate | None:
 
 @atexit.register
 def _leave() -> None:
-    """Waits for searches that were given up: a thread that comes back from native code while the interpreter ends
-    aborts the process."""
+    """Waits for searches that were given up. A thread that comes back from native code while the interpreter ends would
+    abort the process."""
     try:
         for running in list(searches.state.running.values()):
             _abandon(running)

@@ -1,8 +1,8 @@
-"""XLA's choices of kernels for several problems at once.
+"""Lets XLA choose its kernels for several problems at once.
 
-XLA times its kernels and cuDNN's while it compiles a program, and the process remembers which is the fastest for each
-operation. 16 convolutions of one program take 1.6 s on an H200, and each by itself, after that, 1.1 s together; without
-it they take 4.0 s. So the search that has XLA choose lets it choose for those that come next as well.
+While XLA compiles a program it times its own kernels and cuDNN's, and the process remembers the fastest for each
+operation. On an H200 it takes 1.6 s for one program of 16 convolutions and then 1.1 s to compile each by itself, but
+4.0 s without that program. So a search that has XLA choose lets it choose for the next problems as well.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ SECONDS = 2.0  # that a larger program is expected to take at most: other search
 
 
 def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> bool:
-    """Has XLA choose for the problem, unless it has, and for the next ones. The caller holds the device.
+    """Has XLA choose kernels for the problem, unless it has, and for the next ones. The caller holds the device.
 
-    What does not compile together is left to those who compile it by itself, and record what is wrong with it.
+    What does not compile together is left to the searches that compile it by itself, and record what is wrong with it.
 
     Returns:
-      whether XLA has chosen, and will time nothing when the problem is compiled by itself.
+      Whether XLA has chosen, so that it times nothing when the problem is compiled by itself.
     """
     known, seconds = device.state.xla_chose, device.state.xla_seconds
     if problem in known:
@@ -46,7 +46,7 @@ def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> bool:
 
 
 def _compile(problems: Sequence[Problem], compiler_options: Mapping[str, Any]) -> None:
-    """Compiles one program that computes each of the problems, and runs nothing."""
+    """Compiles one program that computes all of the problems, and does not run it."""
     operands = [[jax.ShapeDtypeStruct(*array) for array in problem.operand_types] for problem in problems]
 
     def jax_splitk_choices(given: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
