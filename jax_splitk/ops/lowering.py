@@ -159,7 +159,7 @@ def choose(
     """
     reason = only_xla(problem)
     if reason is not None:
-        return Choice(problem, XLA, reason, costs=problem.refusal is None and target.is_hopper)
+        return Choice(problem, XLA, reason, kernel_blocked=problem.refusal is None and target.is_hopper)
     if undivided is not None and options.implementation != "xla":
         if options.implied and (whole := select(problem, target, options)).candidate == XLA:
             return whole  # divided or not
@@ -169,7 +169,7 @@ def choose(
                 f"devices: {undivided}. Use jax.shard_map over all axes, or implementation=None (falls back to XLA)."
             )
         reason = f"automatic partitioning over several devices: {undivided}"
-        return Choice(problem, XLA, reason, costs=would_serve(problem, target))
+        return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, target))
     return select(problem, target, options, measure=measure, final=final)
 
 

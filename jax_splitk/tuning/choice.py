@@ -105,14 +105,14 @@ class Choice:
     Attributes:
       because: what decided.
       read_times: returns the times that were measured or predicted; called only if somebody asks for them.
-      costs: whether the choice is XLA although a kernel could serve, were it not for an obstacle.
+      kernel_blocked: whether the choice is XLA although a kernel could serve, were it not for an obstacle.
     """
 
     problem: Problem
     candidate: Candidate
     because: str
     read_times: Callable[[], Times] = dataclasses.field(default=Times, compare=False, repr=False)
-    costs: bool = dataclasses.field(default=False, compare=False)
+    kernel_blocked: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def implementation(self) -> str:

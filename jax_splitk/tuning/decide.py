@@ -112,7 +112,7 @@ def frozen_mode(query: Query) -> Choice | None:
     reason = "no entry, and JAX_SPLITK_CACHE_MODE=frozen"
     if not query.options.implied:
         raise FrozenCacheMiss(f"{problem}: {reason}; {_elsewhere(query.key)}{command(query.key, query.limit)}")
-    return Choice(problem, XLA, reason, costs=would_serve(problem, query.key.target))
+    return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, query.key.target))
 
 
 def _elsewhere(key: Key) -> str:

@@ -59,7 +59,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         raise NotImplementedError(
             f"{problem}: {reason}. Use implementation=None (the best that can) or implementation='xla'."
         )
-    return Choice(problem, XLA, reason, costs=would_serve(problem, target))
+    return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, target))
 
 
 def _is_asked_for(family: Family, options: Options) -> bool:
@@ -93,7 +93,7 @@ def _why_xla(problem: Problem, target: Target, options: Options) -> str:
 
 def is_silent(choice: Choice, options: Options) -> bool:
     """Whether the choice is a quiet pass that is lax's because XLA is faster. Nobody needs to know that."""
-    return options.quiet and choice.candidate == XLA and not choice.costs
+    return options.quiet and choice.candidate == XLA and not choice.kernel_blocked
 
 
 def announce(choice: Choice, options: Options) -> None:
@@ -103,7 +103,7 @@ def announce(choice: Choice, options: Options) -> None:
     watch.state.lowered(choice, options, silent=silent)
     if silent:
         return
-    if choice.costs and once.state.is_first("costs", choice.because):
+    if choice.kernel_blocked and once.state.is_first("kernel blocked", choice.because):
         _logger.warning("%s: XLA where a kernel would serve: %s (said once for a reason)", choice.problem, choice.why)
     elif _logger.isEnabledFor(logging.INFO) and once.state.is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
@@ -140,7 +140,7 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
         if agreed:
             found = agreement.obstacle(key_for(problem, target), candidate, found)
         if found is not None:
-            level = logging.WARNING if once.state.is_first("costs", found) else logging.INFO
+            level = logging.WARNING if once.state.is_first("kernel blocked", found) else logging.INFO
             _logger.log(level, "%s: XLA instead of %s: %s", problem, candidate, found)
         return found
 
