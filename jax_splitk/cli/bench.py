@@ -1,5 +1,5 @@
-"""`bench matmul`: a product's time against the number of splits, as a table, a file and a plot. `bench conv`: the three
-passes of a convolution against XLA."""
+"""`bench matmul`: the time of a product against the number of splits, as a table, a file and a plot. `bench conv`: the
+three passes of a convolution against XLA."""
 
 import argparse
 import contextlib
@@ -84,7 +84,7 @@ def conv(arguments: argparse.Namespace) -> int:
 
 
 def _problem(op: str, arguments: argparse.Namespace, names: Sequence[str]) -> Any:
-    """The problem that the arguments of these names describe; ValueError where they describe none."""
+    """The problem that the arguments of these names describe. Raises ValueError where they describe none."""
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return problem_from_dict(op, with_defaults(op, given))
 
@@ -99,7 +99,7 @@ def _check_files(*paths: pathlib.Path | None) -> None:
 
 
 def splits_of(text: str) -> list[int]:
-    """Ascending numbers of splits from "1:128", "1,2,4" or both: ranges have their last number. Raises ValueError."""
+    """Ascending numbers of splits from "1:128", "1,2,4" or both; ranges include their last number. Raises ValueError."""
     found: set[int] = set()
     with contextlib.suppress(ValueError):
         for part in text.split(","):
@@ -132,7 +132,8 @@ def _progress(problem: Problem) -> Callable[[int, int], None]:
 
 
 def alignment(problem: DotProblem) -> str:
-    """Of each operand: which dimension is contiguous, and the largest power of two up to 128 that divides its bytes."""
+    """For each operand the contiguous dimension, and the largest power of two up to 128 that divides the bytes of a
+    row."""
     said = []
     item = jnp.dtype(problem.dtype).itemsize
     for name, order, shape in (
@@ -145,7 +146,7 @@ def alignment(problem: DotProblem) -> str:
 
 
 def _text(found: Sweep) -> str:
-    """The fastest config for each number of splits, and what stands out."""
+    """The fastest config for each number of splits, XLA's time, the cost model's choice and the fastest of all."""
     rows = [_row(found, splits, point) for splits, point in found.best.items()]
     header = ["splits", "us", "XLA/ours", "predicted us", "workspace MiB", "config", ""]
     lines = [str(found.problem), f"{found.target.device_kind}, times by {_SOURCES[found.source]}"]
@@ -157,7 +158,7 @@ def _text(found: Sweep) -> str:
 
 
 def _conv_text(found: Sequence[Sweep]) -> str:
-    """A row for each pass: XLA's time, and the fastest of ours."""
+    """A row for each pass: XLA's time, and our fastest config."""
     header = ["pass", "XLA us", "ours us", "XLA/ours", "predicted us", "workspace MiB", "config"]
     rows, xla_us, least_us = [], 0.0, 0.0
     for each in found:

@@ -1,5 +1,4 @@
-"""`cache ls`, `show`, `merge`, `export` and `prune`: the decisions that tuning stored, and the compiled kernels beside
-them."""
+"""`cache ls`, `show`, `merge`, `export` and `prune`, for stored decisions and the compiled kernels beside them."""
 
 import argparse
 import contextlib
@@ -23,7 +22,7 @@ from jax_splitk.tuning.result import TuningResult
 
 
 def ls(arguments: argparse.Namespace) -> int:
-    """One line for each entry, and how many kernels are compiled; every file is read."""
+    """Lists a line for each entry, and the number of compiled kernels. Every file is read."""
     if arguments.all and arguments.paths:
         raise UsageError(f"--all with PATH={arguments.paths[0]!r}; accepted: one of them")
     if arguments.paths:
@@ -60,7 +59,7 @@ def _machine(key: Key) -> str:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """One entry with all its measurements."""
+    """Shows one entry with all its measurements."""
     item = _found(arguments.what)
     if item.entry is None:
         output.emit(item.as_dict(), f"{item.path}: {item.reason}", arguments.json)
@@ -89,7 +88,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _found(what: str) -> Stored:
-    """A file's, or the one entry, in the first layer that has it, whose digest begins so."""
+    """The entry in a file, or the one whose digest begins with `what`, from the first layer that has it."""
     argument = f"DIGEST_PREFIX_OR_FILE={what!r}"
     if os.path.isfile(what):
         return stored.read(pathlib.Path(what))
@@ -107,8 +106,8 @@ def _found(what: str) -> Stored:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """Puts the sources' entries into a folder or a file; the newer decision wins, all measurements are kept. Kernels go
-    with them, into a folder."""
+    """Merges the sources' entries into a folder or a file: the newer decision wins, and all measurements are kept. Into
+    a folder kernels are copied, too."""
     destination = _destination(arguments)
     if os.path.abspath(destination) == os.path.abspath(disk.cache_dir() or ""):
         output.users_cache(writable=True)
@@ -118,7 +117,7 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Puts all that the caches in force have into a folder, and compiles what is missing of it."""
+    """Copies everything in the caches in force into a folder, and compiles the kernels that are missing there."""
     destination, folders = _destination(arguments), [f for f in disk.folders() if os.path.isdir(f)]
     if destination.suffix == ".json" or any(os.path.abspath(f) == os.path.abspath(destination) for f in folders):
         raise UsageError(f"DEST={str(destination)!r}; accepted: a folder that is none of the caches in force")
@@ -173,14 +172,14 @@ def _merged(
 
 
 def _measured(item: Stored) -> Stored:
-    """The same, unless its choice is a kernel that nobody has measured."""
+    """The item; without its entry if the choice is a kernel that was never measured."""
     if item.entry is None or item.entry.choice == XLA or item.entry.us(item.entry.choice) is not None:
         return item
     return Stored(item.path, None, f"its choice {item.entry.choice} was not measured", item.foreign)
 
 
 def _held(file: pathlib.Path) -> dict[Key, Stored]:
-    """The entries of a TuningResult's file, if there is one. It will be replaced by another."""
+    """The entries of the TuningResult's file that is about to be replaced, if there is one."""
     if not os.path.lexists(file):
         return {}
     regular = stat.S_ISREG(file.lstat().st_mode)
@@ -191,14 +190,20 @@ def _held(file: pathlib.Path) -> dict[Key, Stored]:
 
 
 def _newer(held: Entry | None, other: Entry) -> Entry:
-    """The newer decision of the two (`held` where they are equally old), with both's measurements."""
+    """The newer of two decisions (`held` where they are equally old), with the measurements of both."""
     if held is None:
         return other
     return entries.merge(held, other) if stored.date(other) > stored.date(held) else entries.merge(other, held)
 
 
 class _File(NamedTuple):
-    """A file of a cache: what it is, whether only other machines or versions use it, and why nobody can."""
+    """A file of a cache.
+
+    Attributes:
+      what: its kind, in words.
+      is_others: whether only other machines or versions use it.
+      damage: why nobody can use it; None otherwise.
+    """
 
     path: pathlib.Path
     what: str
@@ -207,7 +212,7 @@ class _File(NamedTuple):
 
 
 def prune(arguments: argparse.Namespace) -> int:
-    """Deletes what was asked for, and lists it."""
+    """Deletes the files that the arguments name, and lists them."""
     dry_run, environment, older_than = arguments.dry_run, arguments.environment, arguments.older_than
     folder = output.users_cache(writable=not dry_run)
     if environment is None and older_than is None and not arguments.damaged:
@@ -255,7 +260,7 @@ def _files(folder: pathlib.Path) -> Iterator[_File]:
 
 
 def _days(path: pathlib.Path) -> float:
-    """How long ago a file was written; 0 for one that is gone."""
+    """The days since a file was written; 0 if it is gone."""
     with contextlib.suppress(OSError):
         return (time.time() - path.lstat().st_mtime) / 86400
     return 0.0

@@ -1,4 +1,4 @@
-"""`explain`: what computes a script's operations, or given problems, and why. `tune`: the same, and measures first."""
+"""`explain` says what computes a script's operations, or given problems, and why. `tune` measures them first."""
 
 import argparse
 import collections
@@ -39,7 +39,7 @@ _logger = logging.getLogger("jax_splitk")
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """What computes each operation; nothing is measured for problems."""
+    """Shows what computes each operation. Given problems are not measured."""
     with output.usage():
         disk.mode()
     explained, _, failures = _decided(arguments, measure=False)
@@ -59,7 +59,7 @@ def _as_dict(explained: Explanation) -> dict[str, Any]:
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """The same, after what no cache has was measured and stored."""
+    """Measures and stores what no cache has; then as `explain`."""
     with output.usage():
         given = arguments.seconds
         seconds = tuner.budget_seconds() if given is None else settings.positive("--seconds", given, "seconds")
@@ -87,7 +87,7 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(arguments: argparse.Namespace, seconds: float) -> int:
-    """What `explain` says, and what `tune` would measure; nothing is measured or stored."""
+    """Shows what `explain` shows, and what `tune` would measure. Measures and stores nothing."""
     with output.usage():
         disk.mode()
     os.environ["JAX_SPLITK_AUTOTUNE"] = "off"
@@ -124,7 +124,7 @@ def _told(failures: list[str]) -> int:
 
 
 def _decided(arguments: argparse.Namespace, *, measure: bool) -> tuple[Explanation, Watched, list[str]]:
-    """The decisions, what was watched while they were taken, and how the script failed."""
+    """The decisions, what was watched while they were made, and how the script failed."""
     platform = getattr(arguments, "platform", None) or local_platform()
     what = _script_or_problems(arguments)
     with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ def _decided(arguments: argparse.Namespace, *, measure: bool) -> tuple[Explanati
 def _of_problems(
     problems: list[Problem], target: Target, arguments: argparse.Namespace, measure: bool
 ) -> list[Decision]:
-    """The decision for each problem; `measure`: after what no cache has was measured."""
+    """The decision for each problem; with `measure`, after measuring what no cache has."""
     with contextlib.ExitStack() as stack:
         if measure:
             asked = [(key_for(problem, target), current().workspace_limit) for problem in problems]
@@ -161,13 +161,13 @@ def _of_problems(
 
 
 def _take_note(left: collections.Counter[Problem], program: core.Jaxpr) -> None:
-    """Counts what a program of the script, which is about to be lowered, leaves to lax."""
+    """Counts the operations of a program that is about to be lowered which are lax's, and could be ours."""
     if not watch.state.traces_only:
         left.update(left_to_lax(program))
 
 
 def _of_script(watched: Watched, target: Target) -> tuple[list[Decision], tuple[str, ...]]:
-    """The decisions for what a script lowered here, or would lower elsewhere, and what else there is to say."""
+    """The decisions for what a script lowered here, or would lower elsewhere, and notes for the reader."""
     if target.is_local:
         decisions = [decision(choice, target, count) for choice, count in watched.choices.items()]
         return decisions, about_silent(watched.silent)
@@ -176,7 +176,7 @@ def _of_script(watched: Watched, target: Target) -> tuple[list[Decision], tuple[
 
 
 def _script_or_problems(arguments: argparse.Namespace) -> pathlib.Path | list[Problem]:
-    """The script's path, or the problems, each once."""
+    """The path of the script, or the problems without repetitions."""
     text = arguments.what
     if text.endswith(".py") and os.path.isfile(text):
         return pathlib.Path(text)
@@ -223,10 +223,10 @@ def _problem(op: Any, **fields: Any) -> Problem:
 
 
 def _run(path: pathlib.Path, arguments: list[str] | None) -> list[str]:
-    """Runs the script as `python SCRIPT` would; how it failed, its traceback being on stderr then.
+    """Runs the script as `python SCRIPT` would. Returns how it failed; the traceback is on stderr then.
 
-    `sys.argv` and `sys.path` stay the script's: this process has nothing else to do. jax is imported already: a script
-    that sets `JAX_...` variables before it imports jax must get them from outside.
+    `sys.argv` and `sys.path` stay the script's, since this process does nothing else afterwards. jax is imported
+    already: a script that sets `JAX_...` variables before it imports jax must get them from outside.
     """
     sys.argv = [str(path), *(arguments or [])]
     sys.path.insert(0, str(path.resolve().parent))
@@ -242,7 +242,7 @@ def _run(path: pathlib.Path, arguments: list[str] | None) -> list[str]:
 
 @contextlib.contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    """One line for each tuned problem."""
+    """In the block the log, with a line for each tuned problem, goes to stderr."""
     handler, level = logging.StreamHandler(sys.stderr), _logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     _logger.addHandler(handler)
@@ -256,7 +256,7 @@ def _log_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
-    """What the block prints goes to stderr, also what its subprocesses and native code print."""
+    """In the block, output to stdout goes to stderr, also that of subprocesses and native code."""
     sys.stdout.flush()
     saved = os.dup(1)
     try:

@@ -1,4 +1,4 @@
-"""Problems as people write them, in files and on command lines: what is obvious may be left out."""
+"""Problems as people write them, in files and on command lines: fields with an obvious value may be left out."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ _WORDS = ("SAME", "SAME_LOWER", "VALID")
 
 
 def with_defaults(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a problem of a known operation, with those that were left out.
+    """The fields of a problem of a known operation, completed.
 
-    Values are checked no further than that takes; `validate` of the problem does that.
+    Values are checked only as far as that needs; `validate` of the problem checks the rest.
 
     Raises:
-      ValueError: fields that are missing or unknown, or a padding that means nothing.
+      ValueError: fields are missing or unknown, or the padding has no meaning.
     """
     known = FIELDS[op]
     unknown = sorted(set(fields) - set(known))

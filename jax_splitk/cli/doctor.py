@@ -1,7 +1,8 @@
-"""What this installation can do: versions, the machine, a verdict, and the command to type next.
+"""`doctor`: what this installation can do. It reports versions, the machine, a verdict, and the command to type next.
 
-Nothing is imported here that a broken installation may lack: what reports of the machine (`cli.machine`) is imported
-once its requirements are met."""
+This module imports nothing that a broken installation may lack. It imports the machine's report (`cli.machine`) once
+the requirements for it are met.
+"""
 
 import argparse
 import importlib
@@ -27,18 +28,18 @@ _REMEDIES = (
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Prints the report."""
     report = examine()
     output.emit(report, text(report), arguments.json)
     return 1 if report["problems"] else 0
 
 
 def examine() -> dict[str, Any]:
-    """Looks at this process's installation; runs nothing on a device.
+    """Examines this process's installation; runs nothing on a device.
 
-    None stands for the version of a package that is not installed; for the rest see `cli.machine.examine`, whose values
-    are not there where the package cannot be imported. "problems" are what has to be mended, "verdict" says what can
-    run, "next" is a command.
+    A package that is not installed has the version None. "problems" lists what has to be mended, "verdict" says what
+    can run, "next" is a command. The other values are those of `cli.machine.examine`, and are missing where the package
+    cannot be imported.
     """
     versions = {package: requirements.installed(package) for package in _PACKAGES}
     report: dict[str, Any] = {"python": platform.python_version(), "versions": versions, **_machine()}
@@ -47,7 +48,7 @@ def examine() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """The report of the machine, or only why there is none."""
+    """The machine's report; only "problems" where it cannot be made."""
     version = sys.modules["jax_splitk"].__version__
     why = [requirements.unmet_module(version), requirements.unmet_version(version)]
     if problems := [problem for problem in why if problem is not None]:
@@ -76,7 +77,7 @@ def _verdict(report: dict[str, Any]) -> tuple[str, str]:
 
 
 def _remedy(message: str, otherwise: str) -> str:
-    """The command that a message names, or that belongs to it."""
+    """The command in a message, or the one that belongs to it."""
     _, begins, command = message.replace("`", "").partition("pip install")
     if begins:
         return begins + command.partition(" in /")[0]
@@ -86,7 +87,7 @@ def _remedy(message: str, otherwise: str) -> str:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people; nothing is said twice."""
+    """The report for people, without repetitions."""
     lines = [f"python {report['python']}"]
     lines += [f"{name} {version}" for name, version in report["versions"].items() if version]
     lines += [f"not installed: {', '.join(name for name, version in report['versions'].items() if not version)}"]

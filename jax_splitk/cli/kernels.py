@@ -1,4 +1,4 @@
-"""Compiled kernels of cache folders: what `cache merge` and `cache export` carry, and `cache verify`."""
+"""Compiled kernels in cache folders, for `cache merge`, `cache export` and `cache verify`."""
 
 import argparse
 import concurrent.futures
@@ -22,7 +22,7 @@ from jax_splitk.tuning.entry import Entry
 
 
 def unusable(folder: pathlib.Path, code: Iterable[tuple[pathlib.Path, Kernel | None]]) -> Iterator[Stored]:
-    """The files that cannot be used, and why; `code`: `compiler.cached` of the folder."""
+    """The files that cannot be used, with the reason. `code` is `compiler.cached` of the folder."""
     reason = disk.code_refusal(folder) or "it is not whole, or not to be trusted"
     for path, kernel in code:
         if kernel is None:
@@ -34,7 +34,7 @@ def unusable(folder: pathlib.Path, code: Iterable[tuple[pathlib.Path, Kernel | N
 
 @dataclasses.dataclass
 class Carried:
-    """How many kernels were copied, compiled, and could not be written; which files were not used."""
+    """How many kernels were copied, compiled, and not written; and the files that were not used."""
 
     kernels: int = 0
     compiled: int = 0
@@ -45,11 +45,11 @@ class Carried:
 def carry(
     folders: Iterable[pathlib.Path], destination: pathlib.Path, entries: Sequence[Entry], *, complete: bool
 ) -> Carried:
-    """Copies the folders' kernels, but those of candidates that were only measured.
+    """Copies the folders' kernels, except those of candidates that were only measured.
 
     Args:
-      entries: the decisions that go with them.
-      complete: whether what is missing of the decisions' kernels is compiled.
+      entries: the decisions that the kernels go with.
+      complete: whether kernels that the decisions need, and no folder has, are compiled.
     """
     wanted = {compiler.source_key(source): source for entry in entries for source in _needed(entry)}
     measured = {compiler.source_key(source) for entry in entries for source in _measured(entry)}
@@ -70,7 +70,7 @@ def carry(
 
 
 def _copy(path: pathlib.Path, to: pathlib.Path, carried: Carried) -> None:
-    """Unless it is there; of what is there nothing is trusted but the same bytes."""
+    """Copies a file unless the destination has the same bytes; nothing else at the destination is trusted."""
     data = disk.read(path, own=True)
     if data is None or (os.path.lexists(to) and disk.read(to, own=True) == data):
         return
@@ -94,7 +94,7 @@ def _compile(sources: list[Source], destination: pathlib.Path, carried: Carried)
 
 
 def _needed(entry: Entry) -> Iterator[Source]:
-    """The kernels' sources that lowering by an entry needs."""
+    """The sources of the kernels that lowering by an entry needs."""
     for candidate, problem in buckets.needed(entry):
         yield from _sources(candidate, problem)
 
@@ -115,7 +115,7 @@ def _sources(candidate: Candidate, problem: Problem) -> Iterator[Source]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Compiles every kernel again, and compares."""
+    """Compiles every kernel again, and compares the results."""
     if (missing := toolchain.unavailable()) is not None:
         raise UsageError(f"kernels are compiled again, and there is no compiler: {missing}")
     for text in arguments.paths:
@@ -135,7 +135,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _difference(kernel: Kernel | None) -> str | None:
-    """Why a kernel is not known to be what the compiler makes of its source; None where it is."""
+    """Why a kernel may differ from what the compiler makes of its source; None if it is the same."""
     if kernel is None:
         return "it is not whole, not to be trusted, or another version's"
     if kernel.source.file not in source_files():

@@ -1,5 +1,4 @@
-"""What this machine has for an installed package: backends, the GPU, the compiler, the cache, and what each
-implementation lacks."""
+"""What this machine offers: backends, the GPU, the compiler, the cache, and what each implementation lacks."""
 
 import contextlib
 import dataclasses
@@ -18,9 +17,8 @@ from jax_splitk.runtime.target import target_for
 def examine() -> dict[str, Any]:
     """What `doctor` reports of the machine; runs nothing on a device.
 
-    None stands for a backend that cannot start and for an implementation that can run; the other implementations'
-    values say why they cannot. "settings" are the variables that jax_splitk reads, with the values in force,
-    "problems" what has to be mended.
+    "backend" is None where none can start. "implementations" says why each cannot run; None if it can. "settings" are
+    the variables that jax_splitk reads, with the values in force. "problems" lists what has to be mended.
     """
     missing = toolchain.unavailable()
     driver, gpus = nvml.driver()  # before jax takes most of the memory
@@ -44,7 +42,7 @@ def examine() -> dict[str, Any]:
 
 
 def _backend() -> tuple[str | None, list[str], str | None]:
-    """(the default backend, its devices, why there is none)."""
+    """(the default backend, its devices, why none can start)."""
     try:
         return jax.default_backend(), [device.device_kind for device in jax.local_devices()], None
     except Exception as error:  # JAX raises several kinds, AssertionError among them, some without a message
@@ -55,7 +53,7 @@ def _backend() -> tuple[str | None, list[str], str | None]:
 
 
 def _own_cache() -> pathlib.Path | None:
-    """None also where the setting is wrong."""
+    """The user's cache; None where there is none, or the setting is wrong."""
     with contextlib.suppress(settings.SettingError):
         return disk.cache_dir()
     return None
@@ -75,7 +73,7 @@ def _cache_problems(values: dict[str, str]) -> list[str]:
 
 
 def _can_be_written(folder: pathlib.Path) -> bool:
-    """Whether files can be made in a folder, which may have to be made first. One is made, which leaves nothing."""
+    """Whether files can be made in a folder, which need not exist. A temporary file is made, and deleted."""
     there = next((f for f in (folder, *folder.parents) if os.path.exists(f)), None)
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -1,4 +1,4 @@
-"""What commands print and refuse: tables for people or JSON on stdout, everything else on stderr."""
+"""What commands print: tables for people or JSON on stdout, everything else on stderr."""
 
 import contextlib
 import json
@@ -18,13 +18,13 @@ _LEAST_WIDTH = 16
 
 
 class UsageError(SettingError):
-    """A wrong argument; `main` prints the message of this and any other SettingError with the command's usage, and
-    exits with 2."""
+    """A wrong argument. `main` prints the message of a SettingError, such as this, with the command's usage, and exits
+    with 2."""
 
 
 @contextlib.contextmanager
 def usage() -> Iterator[None]:
-    """The block checks arguments or settings: its ValueError is a `UsageError`."""
+    """In the block arguments or settings are checked: a ValueError becomes a `UsageError`."""
     try:
         yield
     except ValueError as error:
@@ -32,7 +32,7 @@ def usage() -> Iterator[None]:
 
 
 def users_cache(*, writable: bool = False) -> pathlib.Path:
-    """The user's cache folder, for commands that read it, or change it."""
+    """The user's cache folder; `writable` for commands that change it."""
     folder = disk.cache_dir()
     if folder is None:
         raise UsageError(disk.no_place())
@@ -49,17 +49,17 @@ def emit(value: Any, text: str, as_json: bool) -> None:
 
 
 def note(text: str) -> None:
-    """A line on stderr."""
+    """Prints a line on stderr."""
     print(_printable(text), file=sys.stderr)
 
 
 def _printable(text: str) -> str:
-    """The text with control characters and lone surrogates, which damaged files may hold, escaped."""
+    """The text with control characters and lone surrogates escaped, which damaged files may hold."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], narrow: Sequence[str] = ()) -> str:
-    """Aligned columns. On a terminal those named by `narrow` are shortened, in this order, until a line fits."""
+    """Aligned columns. On a terminal the columns named by `narrow` are shortened, in this order, until a line fits."""
     lines = [[_printable(cell) for cell in line] for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if streams.is_terminal(sys.stdout):
@@ -77,5 +77,5 @@ def _cut(text: str, width: int) -> str:
 
 
 def number(value: float | None, form: str = ".1f") -> str:
-    """The number, or a dash."""
+    """The number as text, or a dash for None."""
     return "-" if value is None else format(value, form)

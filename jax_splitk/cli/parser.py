@@ -1,4 +1,4 @@
-"""The arguments of every command. Nothing is imported that a command may need, so that `--help` takes no time."""
+"""The arguments of every command. Nothing is imported that a command may need, so that `--help` is quick."""
 
 import argparse
 import os
@@ -26,7 +26,8 @@ def program() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its `run` is the command's function, MODULE.NAME in this folder, its `parser` the command's own parser."""
+    """The parser of all commands. It sets `run` to the command's function, MODULE.NAME in this folder, and `parser` to
+    the command's own parser."""
     whole = argparse.ArgumentParser(prog=program(), description=_ABOUT, epilog=_FIRST)
     whole.add_argument("--version", action="version", version=f"jax_splitk {sys.modules['jax_splitk'].__version__}")
     commands = _commands(whole, "command")
@@ -34,25 +35,32 @@ def parser() -> argparse.ArgumentParser:
     tune.epilog = _SCRIPT + "Exit code 1: not everything was tuned and stored."
     tune.add_argument("--seconds", help="budget for one problem (JAX_SPLITK_TUNE_BUDGET_S, else 10)")
     tune.add_argument("--again", action="store_true", help="also measure what a cache already has")
-    tune.add_argument("--dry-run", action="store_true", help="say what would be measured, and measure nothing")
-    explain = _add(commands, "explain", "decide.explain", "what computes a script's operations, or problems, and why")
+    tune.add_argument("--dry-run", action="store_true", help="show what would be measured; measure nothing")
+    explain = _add(
+        commands, "explain", "decide.explain", "show what computes a script's operations, or problems, and why"
+    )
     explain.add_argument(
         "--platform", choices=("cpu", "cuda"), help="what would run there, cuda without a GPU: on an H200"
     )
     explain.epilog = _SCRIPT + (
-        "A script runs as it always does, on the default backend, so that on a GPU what no cache has is tuned unless "
-        "JAX_SPLITK_AUTOTUNE=off; for problems nothing is measured. For a script x counts lowerings; JAX lowers equal "
-        "operations of one function once. Forward passes and input gradients of conv_general_dilated that are lax's "
-        "are not listed. What the script leaves to lax, and jax_splitk would compute, is listed with its gain."
+        "A script runs as usual, on the default backend: on a GPU, operations that no cache has are tuned, unless "
+        "JAX_SPLITK_AUTOTUNE=off. Given problems are not measured. For a script, x counts lowerings; JAX lowers equal "
+        "operations of one function once. Forward passes and input gradients of conv_general_dilated are not listed "
+        "where they stay lax's. Plain lax operations that jax_splitk would compute are listed with the gain."
     )
     for each in (tune, explain):
         what = "a .py file, a .json file, or JSON text of a problem or a list"
         each.add_argument("what", metavar="SCRIPT_OR_PROBLEMS", help=what)
         each.add_argument("--verbose", action="store_true", help="show configs, workspaces and whole reasons, too")
-        each.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="for another limit than 256 MiB")
+        each.add_argument("--workspace-limit-bytes", type=int, metavar="N", help="the limit; 256 MiB by default")
         each.formatter_class = argparse.RawDescriptionHelpFormatter
         each.epilog = f"{textwrap.fill(each.epilog or '')}{_PROBLEMS}"
-    doctor = _add(commands, "doctor", "doctor.doctor", "what is installed, which GPU, which implementations can run")
+    doctor = _add(
+        commands,
+        "doctor",
+        "doctor.doctor",
+        "show what is installed, which GPU there is, and which implementations can run",
+    )
     doctor.epilog = "Exit code 1: something has to be mended before everything runs as it is set up to."
     bench = commands.add_parser("bench", help="measure by hand what tuning decides")
     _add_bench(_commands(bench, "bench_command"))
@@ -62,21 +70,27 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _commands(of: argparse.ArgumentParser, dest: str) -> Any:
-    """A place for commands; where none is given, `run` is None, and the parser's help is printed."""
+    """A group of commands. Where none is given, `run` is None, and the group's help is printed."""
     of.set_defaults(run=None, parser=of)
     return of.add_subparsers(dest=dest, metavar="COMMAND")
 
 
 def _add_bench(commands: Any) -> None:
-    about = "a matrix product's time against the number of splits, with XLA's and the cost model's first choice"
+    about = "the time of a matrix product against the number of splits, with XLA and the cost model's first choice"
     matmul = _add(commands, "matmul", "bench.matmul", about)
     matmul.epilog = "On this machine's default device; nothing is stored in the cache. Exit code 1: a config failed."
     for name, meaning in (("m", "rows of the result"), ("n", "columns of the result"), ("k", "the reduction")):
         matmul.add_argument(f"--{name}", type=int, required=True, help=meaning)
     matmul.add_argument("--batch", type=int, help="matrix products; 1")
     matmul.add_argument("--sweep-splits", default="1:128", metavar="SPLITS", help="1:128 or 1,2,4,8:16; 1:128")
-    matmul.add_argument("--configs", type=int, default=3, metavar="N", help="best by the cost model, but for splits; 3")
-    about = "only configs with that, e.g. tile_m=128 or reduction=workspace"
+    matmul.add_argument(
+        "--configs",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many of the cost model's best, apart from their splits; 3",
+    )
+    about = "only configs with this value, e.g. tile_m=128 or reduction=workspace"
     matmul.add_argument("--only", action="append", default=[], metavar="FIELD=VALUE", help=about)
     matmul.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
     matmul.add_argument("--out-dtype", default="float32", help="of the result; float32")
@@ -108,7 +122,9 @@ def _add_bench(commands: Any) -> None:
     conv.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
     conv.add_argument("--out-dtype", help="of the results; that of the operands")
     conv.add_argument("--precision", help="of float32 operands: default, high or highest; default")
-    conv.add_argument("--configs", type=int, default=3, metavar="N", help="best by the cost model, of each pass; 3")
+    conv.add_argument(
+        "--configs", type=int, default=3, metavar="N", help="how many of the cost model's best for each pass; 3"
+    )
     conv.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
 
 
@@ -120,16 +136,16 @@ def _add_cache(commands: Any) -> None:
     show = _add(commands, "show", "cache.show", "one entry with all its measurements")
     show.add_argument("what", metavar="DIGEST_PREFIX_OR_FILE", help="how a digest of `cache ls` begins, or its file")
     about = (
-        "put entries into a cache folder or a file; the newer decision wins, all measurements are kept; folders' "
-        "kernels go into a folder, but those that lost a measurement"
+        "merge entries into a cache folder or a file; the newer decision wins, all measurements are kept; kernels are "
+        "copied from folders to a folder, except those that lost a measurement"
     )
     epilog = "TuningResult.loads puts a file's entries in force. Exit code 1: not everything was merged."
     merge = _add(commands, "merge", "cache.merge", about, epilog)
     merge.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
     merge.add_argument("destination", metavar="DEST", help="the same, made if need be: NAME.json is a file")
     about = (
-        "put what the user's cache and the read-only caches have into a folder, and compile the decisions' kernels "
-        "that they lack: machines that read it need no compiler"
+        "copy the user's cache and the read-only caches into a folder, and compile kernels of their decisions that "
+        "are missing: machines that read the folder need no compiler"
     )
     export = _add(commands, "export", "cache.export", about, "Exit code 1: not everything was exported.")
     export.add_argument("destination", metavar="DEST", help="a cache folder, made if need be")
@@ -138,9 +154,13 @@ def _add_cache(commands: Any) -> None:
     verify.add_argument("paths", nargs="*", metavar="PATH", help="cache folders; the user's cache by default")
     about = "delete entries and compiled kernels of the user's cache, and list them"
     prune = _add(commands, "prune", "cache.prune", about)
-    prune.add_argument("--environment", choices=("other", "all"), help="what other machines or versions made, or all")
+    prune.add_argument(
+        "--environment", choices=("other", "all"), help="files of other machines or versions, or all files"
+    )
     prune.add_argument("--older-than", metavar="DAYS", help="only files that were written longer ago")
-    prune.add_argument("--damaged", action="store_true", help="also what cannot be used, and what dead processes left")
+    prune.add_argument(
+        "--damaged", action="store_true", help="also files that cannot be used or that dead processes left"
+    )
     prune.add_argument("--dry-run", action="store_true", help="list, but do not delete")
 
 

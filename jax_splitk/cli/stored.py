@@ -1,4 +1,4 @@
-"""Entries of cache folders, of tables and of a `TuningResult`'s files: read with every check, and described."""
+"""Entries in cache folders, tables and TuningResults' files: read with every check, and described."""
 
 import dataclasses
 import datetime
@@ -27,8 +27,12 @@ _DAMAGE = (ValueError, TypeError, ArithmeticError, RecursionError)
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a file, or a row of a table, holds: an entry, or None and the reason. `foreign`: it lies where only other
-    machines or versions look."""
+    """A file, or a row of a table.
+
+    Attributes:
+      entry: its entry; None if it cannot be used, for this `reason`.
+      foreign: whether it lies where only other machines or versions look.
+    """
 
     path: pathlib.Path
     entry: Entry | None
@@ -36,18 +40,18 @@ class Stored:
     foreign: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Of one that cannot be used."""
+        """Plain data on a file that cannot be used."""
         return {"path": self.path, "reason": self.reason, "foreign": self.foreign}
 
 
 def local_environments() -> set[str]:
-    """The folders of a cache in which this machine, with this version, looks entries up."""
+    """The folders of a cache in which this machine, with this version, looks for entries."""
     targets = [target_for(platform) for platform in ("cpu", "cuda")]
     return {e.folder() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
 
 
 def _read(path: pathlib.Path, parse: Callable[[bytes], Iterable[Entry]]) -> list[Stored]:
-    """The entries in a file, or the one reason why none of it is used."""
+    """The entries in a file, or the one reason why none can be used."""
     data = disk.read(path)
     try:
         if data is None:
@@ -58,7 +62,7 @@ def _read(path: pathlib.Path, parse: Callable[[bytes], Iterable[Entry]]) -> list
 
 
 def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored:
-    """The entry in a file, which must lie where lookups in the cache `folder` would find it; None: anywhere."""
+    """The entry in a file. With `folder`, a cache, the file must lie where lookups in the cache would find it."""
     (item,) = _read(path, lambda data: [entries.whole(json.loads(data))])
     if folder is None or item.entry is None or path == folder / item.entry.key.file:
         return item
@@ -91,19 +95,19 @@ def read_table(path: pathlib.Path) -> list[Stored]:
 
 
 def read_layer(folder: pathlib.Path) -> list[Stored]:
-    """Every entry of a layer of the cache."""
+    """Every entry in a layer of the cache."""
     if folder != table.FOLDER:
         return read_folder(folder)
     return [item for path in sorted(folder.glob("*/*.json")) for item in read_table(path)]
 
 
 def read_file(path: pathlib.Path) -> list[Stored]:
-    """Every entry of a file with a TuningResult's text, which is used as a whole or not at all."""
+    """Every entry of a TuningResult's file, which is used as a whole or not at all."""
     return _read(path, lambda data: [entry for _, entry in TuningResult.loads(data)])
 
 
 def read_source(argument: str, text: str) -> list[Stored]:
-    """Every entry of a cache folder or of a TuningResult's file, which must be there."""
+    """Every entry of a cache folder or of a TuningResult's file. Raises UsageError where there is neither."""
     path = pathlib.Path(text)
     if any(os.path.isdir(path / name) for name in ("tuning", "cubin")):
         return read_folder(path)
@@ -113,7 +117,7 @@ def read_source(argument: str, text: str) -> list[Stored]:
 
 
 def date(entry: Entry) -> datetime.datetime:
-    """When the entry was made; long ago where it does not say, or names a time to come."""
+    """When the entry was made. The earliest date where the entry has none, or one in the future."""
     undated = datetime.datetime.min.replace(tzinfo=datetime.UTC)
     text = entry.metadata.get("date")
     try:
@@ -127,7 +131,7 @@ def date(entry: Entry) -> datetime.datetime:
 
 
 def times(entry: Entry) -> tuple[float | None, float | None, float | None]:
-    """(us of the choice, us of XLA, how many times faster the choice is)."""
+    """(microseconds of the choice, microseconds of XLA, how many times as fast the choice is)."""
     us, xla_us = entry.us(entry.choice), entry.us(XLA)
     return us, xla_us, xla_us / us if us and xla_us else None
 
@@ -148,7 +152,7 @@ def describe(entry: Entry) -> dict[str, Any]:
 
 
 def row(entry: Entry) -> list[str]:
-    """The decision as the cells of a table with `HEADER`; the problem without its operation, which the choice tells."""
+    """The decision as cells of a table with `HEADER`. The problem is without its operation, which the choice tells."""
     us, xla_us, ratio = times(entry)
     problem = entry.key.problem
     brief = str(problem).removeprefix(f"{problem.op} ").replace("bfloat", "bf").replace("float", "f")

@@ -1,4 +1,4 @@
-"""The plot of a sweep. matplotlib is imported where it is drawn: no other command needs it."""
+"""The plot of a sweep. matplotlib is imported late, since no other command needs it."""
 
 import importlib.util
 import pathlib
@@ -11,7 +11,7 @@ _XLA = "#6b7280"
 
 
 def refusal(path: pathlib.Path) -> str | None:
-    """Why no plot can be written there; None where it can."""
+    """Why no plot can be written to this path; None if it can."""
     if path.suffix not in SUFFIXES:
         return f"accepted: a name that ends in {', '.join(SUFFIXES)}"
     if importlib.util.find_spec("matplotlib") is None:
@@ -20,7 +20,7 @@ def refusal(path: pathlib.Path) -> str | None:
 
 
 def lines_of(found: Sweep) -> dict[str, list[tuple[int, float]]]:
-    """(splits, microseconds) of each variant, those first that have the fastest points."""
+    """(splits, microseconds) of each variant; variants with the fastest points come first."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for point in found.points:
         if point.us is not None:
@@ -29,7 +29,7 @@ def lines_of(found: Sweep) -> dict[str, list[tuple[int, float]]]:
 
 
 def figure(found: Sweep) -> Any:
-    """A `matplotlib.figure.Figure`: a line for each variant, XLA's time, and the cost model's first choice."""
+    """A `matplotlib.figure.Figure` with a line for each variant, XLA's time, and the cost model's first choice."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     drawn = Figure(figsize=(8, 4.8), layout="constrained")
@@ -55,7 +55,7 @@ def figure(found: Sweep) -> Any:
 
 
 def write(found: Sweep, path: pathlib.Path) -> None:
-    """The same bytes for the same sweep: no date, no version, no random ids."""
+    """Writes the plot. The same sweep gives the same bytes: no date, no version, no random ids."""
     import matplotlib as mpl  # noqa: PLC0415
 
     metadata = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
