@@ -23,7 +23,7 @@ _logger = logging.getLogger("jax_splitk")
 
 _MISS = "miss"
 
-# The least that a process waits for process 0's decision, which may be a measurement.
+# The shortest wait for process 0's decision, which may take a measurement.
 _DECISION_MS = 3_600_000
 
 
@@ -48,7 +48,7 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
     client, process, processes = _compat.distributed()
     if client is None or processes == 1:
         return True, decide()
-    # A name serves once: the key-value store refuses to set a key again.
+    # Each round has a name of its own: the key-value store refuses to set a key again.
     asked = f"jax_splitk/{key.digest}/{workspace_limit}"
     name = f"{asked}/{once.state.count(asked)}"
     wait_ms = int(timeout_seconds() * 1000)
@@ -62,10 +62,10 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
         entry = None
         try:
             entry = decide()
-        finally:  # the others wait: whatever happens here, they get an answer
+        finally:  # the others wait, and must get an answer whatever happens here
             client.key_value_set(f"{name}/entry", _MISS if entry is None else entry.dumps())
         return True, entry
-    # It answers in any case, and its death ends the job.
+    # Process 0 answers in any case, and its death ends the job.
     text = client.blocking_key_value_get(f"{name}/entry", max(wait_ms, _DECISION_MS))
     if text == _MISS:
         return True, None

@@ -22,7 +22,7 @@ from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select, without_code
 
-_MOST = 128  # notes that are kept, the latest
+_MOST = 128  # the latest notes, which are kept
 
 
 def traced(problem: Problem, options: Options) -> None:
@@ -70,7 +70,7 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
 
     def begin() -> None:
         if measure and (measured := measured_first(key_for(problem, target), options)) is not None:
-            if not agreement.needed():  # else process 0 measures, and nothing must disturb it
+            if not agreement.needed():  # in a job nothing must disturb process 0, which measures
                 tuner.enqueue(measured, options.workspace_limit)
             return
         choice = select(problem, target, options)

@@ -51,7 +51,7 @@ class Bar(tqdm):
     """A tqdm bar that Ctrl-C may interrupt at any moment. tqdm itself would keep its lock, and the next thread to draw
     would wait for ever."""
 
-    monitor_interval = 0  # no thread of tqdm's: who waits for a search moves the bar
+    monitor_interval = 0  # tqdm starts no thread: the thread that waits for a search moves the bar
     _lock = threading.RLock()
 
     def __init__(self, total: int, name: str):

@@ -15,10 +15,10 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key, key_for
 
-# How much slower than the best for a problem another one's config may be, by the cost model.
+# How much slower than a problem's best config a representative's may be, by the cost model.
 MAX_LOSS = 0.03
 
-# In an entry's metadata: what the problem has that decided for it.
+# Key in an entry's metadata: how the representative that decided differs from the problem.
 REPRESENTATIVE = "decision of"
 
 
@@ -80,17 +80,17 @@ def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entr
     if not legal or candidate.workspace_bytes(key.problem) > workspace_limit:
         return float("inf")
     if candidate.family is None:
-        # XLA's time is not larger for fewer rows, and ours as much smaller as the model says.
+        # XLA takes no longer for fewer rows, and ours is faster by as much as the model says.
         ours = min((m.us for m in entry.measurements if m.us and m.candidate != XLA), default=None) if entry else None
         xla = entry.us(XLA) if entry else None
         ours = None if ours is None else ours * here[0] / there[0]
-        # A time of an entry may be as small as a number can be.
+        # An entry's time may be the smallest of all floats, and become zero.
         return xla / ours - 1 if ours and xla else float("inf")
     losses = [
         candidate.family.estimate(k.problem, candidate.config, key.target) / best[0]
         for k, best in ((key, here), (other, there))
     ]
-    # What the model holds against the config where it was measured to be the fastest is the model's error.
+    # A loss that the model predicts where the config was measured to be the fastest is the model's error.
     return losses[0] / max(1.0, losses[1]) - 1
 
 

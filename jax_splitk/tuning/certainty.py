@@ -8,10 +8,11 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate
 
-# Estimates of one family err together for the most part: what is left of its uncertainty between two of its configs.
+# Share of a family's uncertainty that counts between two of its configs: most of their errors are the same.
 _WITHIN_FAMILY = 0.5
-# Part of both models' uncertainties. Of 202 random quantized products 0.5% were over 5% slower than XLA with it, 1.5%
-# with 1. With 0, 266 random weight gradients lost 5.6% in the mean instead of 5.3%.
+# Share of both models' uncertainty by which XLA must be faster. Of 202 random quantized products 0.5% were over 5%
+# slower than XLA with this share, 1.5% with a share of 1. With 0, 266 random weight gradients lost 5.6% in the mean
+# instead of 5.3%.
 DOUBT = 0.15
 
 

@@ -62,7 +62,7 @@ class Candidate:
         return self.name if self.config is None else f"{self.name} {self.config}"
 
 
-@functools.lru_cache(maxsize=16384)  # a lowering asks for each pass several times, a search for each config
+@functools.lru_cache(maxsize=16384)  # asked several times for each pass, and for each config of a search
 def _refusal(family: Family, problem: Problem, target: Target) -> str | None:
     """Why no config of the family can compute the problem on the target."""
     if family.platform != target.platform:

@@ -99,7 +99,7 @@ class InCommon:
         agreed, of_process_0 = agreement.agree(query.key, query.limit, entry)
         if not agreed:
             return lookup.SHIPPED_TABLE(query)  # the same in every process
-        # Process 0 itself knows who had it.
+        # In process 0 the answer says who had it.
         return query.held or (None if of_process_0 is None else Found(of_process_0, "process 0's decision"))
 
 
@@ -139,8 +139,8 @@ def cost_model(query: Query) -> Choice | None:
     seconds, candidate, total = best
     faster = None
     if not options.explicit:
-        # In doubt a pass that nobody named stays as it was.
-        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.implied)
+        # A pass that the caller did not name stays XLA's in doubt.
+        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.quiet)
     if faster is not None:
         said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
         return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")

@@ -215,7 +215,7 @@ def candidate_from(op: str, data: Any) -> Candidate:
         raise InvalidEntry(f"family {name!r}; accepted: {names}, {XLA.name}")
     fields, every = data.get("config"), dataclasses.fields(family.Config)
     names = [field.name for field in every]
-    # An older version's config may lack a field whose default is what it meant, else the family's ABI was raised.
+    # A config of an older version may lack fields: their defaults mean the same, or the family's ABI was raised.
     needed = {field.name for field in every if field.default is dataclasses.MISSING}
     if not isinstance(fields, dict) or not needed <= fields.keys() <= set(names):
         raise InvalidEntry(f"config {fields!r}; accepted: {', '.join(names)}")
@@ -237,7 +237,7 @@ def _measurement_from(op: str, data: Any) -> Measurement:
 
 def microseconds(us: Any) -> float:
     """A time in a file. Raises InvalidEntry."""
-    # True is an int, and JSON's integers may exceed all floats.
+    # True is an int, and an integer in JSON may be larger than all floats.
     if type(us) in (int, float) and 0 < us <= sys.float_info.max:
         return float(us)
     raise InvalidEntry(f"us {us!r}; accepted: a finite number above 0")

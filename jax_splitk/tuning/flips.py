@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_splitk.tuning.entry import Entry
 
-# The tie band: candidates whose times differ by less are equally good. A challenger must be faster by more.
+# The tie band: candidates whose times differ by less count as equal. A challenger must be faster by more.
 NOISE = 0.02
 
 

@@ -18,7 +18,7 @@ from jax_splitk.tuning.serving import serving
 
 SCHEMA = 3
 
-# Of the folders of a cache that hold entries of this schema.
+# How the names of folders with entries of this schema begin.
 FOLDER_PREFIX = f"v{SCHEMA}-"
 
 
@@ -87,7 +87,7 @@ def key_for(problem: Problem, target: Target) -> Key:
     return _key(problem, target, tuple(serving(problem, target)))
 
 
-@functools.lru_cache(maxsize=4096)  # with the key's text and file, which take longer than the rest of a lookup
+@functools.lru_cache(maxsize=4096)  # a key keeps its text and file, which take longer than the rest of a lookup
 def _key(problem: Problem, target: Target, families: tuple[Family, ...]) -> Key:
     return Key(problem, _environment(families, target))
 

@@ -27,28 +27,27 @@ from jax_splitk.tuning.entry import Measurement
 
 _logger = logging.getLogger("jax_splitk")
 
-# An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
+# Bytes of inputs to rotate: an H200's L2 holds 50 MiB, so that inputs come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
 MAX_INPUT_SETS = 24
-# Of one executable: XLA prepares each convolution in it by itself, cuDNN's plan included, for up to 0.2 s.
+# Sets in one executable: XLA prepares each convolution in it by itself, with cuDNN's plan, for up to 0.2 s.
 CALLED_TOGETHER = 4
 WARM_UP_CALLS = 3  # of an executable: the first ones load code
-ROUND_SECONDS = 3e-3  # by the wall clock
-DEVICE_ROUND_SECONDS = 1.5e-3
+ROUND_SECONDS = 3e-3  # of a round by the wall clock
+DEVICE_ROUND_SECONDS = 1.5e-3  # of a round by the profiler
 DEVICE_ROUNDS = 3
 PROFILES = (
-    2  # that are taken of what decides: a pause of the host can spoil one, and clocks tell little of short kernels
+    2  # attempts in the finals: a pause of the host can spoil a profile, and the clock says little of short kernels
 )
-MAX_TRACED_CALLS = 48  # the host takes longer to start short ones than they do
-SCREENING_CALLS = 24
-KIND_ROUNDS = 4
+MAX_TRACED_CALLS = 48  # in a round: the host takes longer to start short kernels than they run
+SCREENING_CALLS = 24  # in a single round
 LOCK_SECONDS = 0.2
-# For what runs while another search may hold the device: no CUDA graphs. A thread that launches one while another's
-# profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
+# Compiler options of what runs while another search may hold the device: no CUDA graphs. A thread that launches a graph
+# while another's profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
 WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
-# Relative norm of the difference from XLA's result: rounding to the output's dtype, and fp32 accumulation.
+# Accepted relative error against XLA's result: rounding to the output's dtype, and float32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
-MOST_OF_XLAS = 10  # times that: what is further off is wrong, whoever computed it
+MOST_OF_XLAS = 10  # times the tolerance: a result of XLA's that is further off excuses no candidate
 
 
 @dataclasses.dataclass
@@ -57,12 +56,11 @@ class Contestant:
 
     candidate: Candidate
     run: Callable[[], Any]
-    times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
-    device_times: list[float] = dataclasses.field(default_factory=list)  # the same, by the profiler
+    times: list[float] = dataclasses.field(default_factory=list)  # microseconds of a call, by the wall clock
+    device_times: list[float] = dataclasses.field(default_factory=list)  # microseconds of a call, by the profiler
     error: str | None = None  # why it failed while it was timed
-    module: str = ""  # as which the profiler knows it
-    warm_us: float = 0.0  # a call's part of the last warm-up, which the host may have held up
-    of_kind: Callable[[int], Any] | None = None  # runs a call of one executable on operands of one kind alone
+    module: str = ""  # its name in profiles
+    warm_us: float = 0.0  # microseconds of a call in the last warm-up; the host may have delayed it
 
     @property
     def us(self) -> float:
@@ -97,7 +95,7 @@ def compile_together(
 ) -> dict[Candidate, Any]:
     """As `plans_of`, after their device code was compiled in parallel processes."""
     plans = plans_of(problem, candidates)
-    # An error comes again, and is recorded, for the candidate that it belongs to.
+    # A candidate's error is raised again, and recorded, when the candidate itself is compiled.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}, given_up)
     return plans
@@ -170,7 +168,7 @@ class Bench:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
-    @usual_settings()  # it runs in the threads of a pool
+    @usual_settings()  # it runs in threads of a pool, which have settings of their own
     def _compile(self, candidate: Candidate, plan: Any) -> Contestant:
         self._check_given_up()
         problem = self.problem
@@ -186,7 +184,7 @@ class Bench:
             return [one(*operands) for operands in inputs]
 
         groups = [self._inputs[i : i + CALLED_TOGETHER] for i in range(0, self.sets, CALLED_TOGETHER)]
-        # A name of its own, by which a profile of several tells them apart.
+        # A profile of several candidates tells them apart by these names.
         every_set.__name__ = f"jax_splitk_{zlib.crc32(f'{problem} {candidate}'.encode()):08x}"
         lowered = jax.jit(every_set).lower(groups[0])
         times = candidate == XLA and not self._has_chosen()  # XLA times cuDNN's kernels

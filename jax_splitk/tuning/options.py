@@ -106,7 +106,7 @@ def _name(kind: Any) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-# Part of jit's cache key, so that a function traced under other options is traced again. None is the default.
+# Part of jit's cache key: under other options a function is traced again. None stands for the default options.
 _context = jax.make_user_context(None)
 
 

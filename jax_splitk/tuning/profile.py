@@ -35,7 +35,7 @@ def recorded(work: Callable[[], object]) -> Any:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 0
-    # The programs of every executable in the process: with 300 of them they take longer than all the rest.
+    # Do not record the programs of all executables: with 300 of them that takes longer than everything else.
     options.enable_hlo_proto = False
     return _compat.profiled(work, options)
 

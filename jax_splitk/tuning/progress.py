@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("jax_splitk")
 
-# What a measurement that is over its budget shows.
+# The progress of a measurement that exceeds its budget.
 _NEARLY = 0.99
 
 
@@ -31,7 +31,7 @@ def shows_bar() -> bool:
     """Whether a bar is wanted and can be drawn on stderr."""
     if settings.in_force()["JAX_SPLITK_PROGRESS"] == "off" or streams.is_closed(sys.stderr):
         return False
-    # A notebook's stream is no terminal, and its page draws one line over another all the same.
+    # A notebook's stream is no terminal, but its page can overwrite lines as well.
     return type(sys.stderr).__module__.startswith("ipykernel.") or streams.is_terminal(sys.stderr)
 
 
@@ -71,7 +71,7 @@ class Run:
 
     def best(self, us: float, xla_us: float) -> None:
         """Notes the time of our fastest candidate so far, and XLA's; `tick` shows them."""
-        bar, key = self._bar, self._key  # which another thread may remove
+        bar, key = self._bar, self._key  # another thread may remove them
         if bar is not None and key is not None:
             bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {key.problem}", refresh=False)
 
@@ -85,7 +85,7 @@ class Run:
         """The measurement ends, with or without a result."""
         self._key = None
         if self.total is None:
-            self._remove_bar()  # what comes between two lowered operations is none of ours
+            self._remove_bar()  # between two lowered operations other output may come
         else:
             self._draw(self._number)
 

@@ -31,7 +31,7 @@ class TuningResult:
     """
 
     entries: tuple[tuple[Key, Entry], ...] = ()
-    # The `with` blocks that are open, for each thread.
+    # The open `with` blocks of each thread.
     _blocks: threading.local = dataclasses.field(default_factory=threading.local, init=False, repr=False)
 
     @functools.cached_property

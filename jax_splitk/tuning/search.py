@@ -36,29 +36,28 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
 _logger = logging.getLogger("jax_splitk")
 
-# Times as slow as the best by the models: what has no splits is still timed. The models expected 1.23 of a product
+# Factors are of predicted or measured times, against the fastest candidate's unless the comment names another.
+# The best candidate without splits is timed up to this factor. The models expected 1.23 for a product
 # (1024x2048x50304) that was as fast without.
 UNSPLIT = 1.25
-FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
-FEWEST = 6  # likewise at least, where the model is sure
-HOPELESS = 2.5  # times as slow as the best by the models: a family whose own best is slower is not tried
-# Steps that the model expects to take longer than this many times the fastest are not made. Of 147 searches none would
-# have lost more than 1.5%.
+FIRST_ROUND = 24  # most candidates that are timed first; half of the search's time is for compiling them
+FEWEST = 6  # fewest of them, where the model is sure
+KERNELS = 10  # most kernels that are compiled for them
+HOPELESS = 2.5  # families whose best candidate is predicted to be slower by more are not tried
+# Neighbours that are predicted to be slower by more are not tried. Of 147 searches none would have lost more than 1.5%.
 SLOWER_STEP = 1.1
-GIVE_UP = 1.3  # times as slow as XLA: of 272 searches none whose first round was slower came to win
-KERNELS = 10  # at most that are compiled for it
-CPU_BATCH = 8  # at least so many of them, which take no time to compile
+GIVE_UP = 1.3  # against XLA: of 272 searches none that was slower after the first round came to win
+CPU_BATCH = 8  # fewest candidates of a batch, where compiling takes no time
 FINALISTS = 4
-FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower does not come to win
-# Times as slow as the fastest: where the model's own choice is between these two, or the rounds of the finals disagree,
-# a few of them do not say whether it is beaten. Of 72 searches made twice 6 came to another choice, 4 of them so.
+FINALIST = 1.2  # a candidate that is slower on the device by more does not come to win
+# The finals are unclear where the model's own choice is slower by a factor in this range, or their rounds disagree. Of
+# 72 searches that were made twice 6 came to another choice, 4 of them for this reason.
 UNCLEAR = 1.01, 1.05
-UNCLEAR_ROUNDS = 7  # for those near the fastest where that is so
-BAD_ON_ONE = 1.5  # times as slow as the fastest finalist on one kind of operands: such a finalist is not chosen
+UNCLEAR_ROUNDS = 7  # for the fastest candidates then
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
-SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
-LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
-LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
+SEARCH_SHARE = 0.65  # share of the budget in which the search may begin something; the rest is for the finals
+LAST_SHARE = 0.9  # share of the budget in which the search should end
+LATE_ROUNDS = 2  # rounds of the finals when that time is over: fewer cannot be told from noise
 
 
 def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
@@ -71,19 +70,19 @@ def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[
     return list(_ranking(key, workspace_limit, _families(key)))
 
 
-@functools.lru_cache(maxsize=512)  # what is compiled ahead, and the search itself, ask for the same
+@functools.lru_cache(maxsize=512)  # compiling ahead and the search itself ask for the same
 def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tuple[tuple[float, Candidate], ...]:
     found: list[tuple[float, Candidate]] = []
     for family in families:
         allowed = _allowed(key, workspace_limit, family)
         seconds = family.estimates(key.problem, [candidate.config for candidate in allowed], key.target)
         found += zip(seconds, allowed, strict=True)
-    return tuple(sorted(found, key=lambda of: of[0]))  # as they were found, where estimates are equal
+    return tuple(sorted(found, key=lambda of: of[0]))  # equal estimates stay in the order of the families
 
 
 def is_served(key: Key, workspace_limit: int) -> bool:
     """Whether `ranked` has any candidate. A ranking itself takes a tenth of a second for some problems."""
-    # Families that take a part of the problems come first, and some have thousands of configs to choose from.
+    # The last families take most problems. Some of the others have thousands of configs to choose from.
     return any(_allowed(key, workspace_limit, family) for family in reversed(_families(key)))
 
 
@@ -130,10 +129,9 @@ class Search:
         self.failures: list[Measurement] = []
         self.tried: set[Candidate] = set()
         self.given_up = threading.Event()
-        # What is prepared at once. A GPU's kernels are compiled, which takes seconds.
+        # How many candidates a batch has. A GPU's kernels take seconds to compile.
         self._at_once = max(usable_cores(), 1 if key.target.platform == "cuda" else CPU_BATCH)
-        self._compile_seconds = 0.0  # of as many
-        self._lacks_memory = False  # whether XLA cannot compute it for that reason
+        self._compile_seconds = 0.0  # of a batch
         self._limit = workspace_limit
         self._old = old
         self._first = first_round(key, ranking)
@@ -166,9 +164,8 @@ class Search:
             )
             return self._entry(XLA, self.contestants)
         if device.state.poisoned_by == self.key.problem:
-            device.state.poisoned_by = None  # whatever failed, the device goes on
-        working = self._steady(bench, _working(finalists))
-        entry = self._entry(decide(working, xla, self._predicted).candidate, self.contestants)
+            device.state.poisoned_by = None  # the device works although a candidate failed
+        entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
         times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
         return entry
@@ -185,7 +182,7 @@ class Search:
 
     def _compile_ahead(self, candidates: list[Candidate]) -> None:
         plans = plans_of(self.key.problem, candidates).values()
-        with contextlib.suppress(Exception):  # errors come again, and are recorded
+        with contextlib.suppress(Exception):  # an error is raised again, and recorded, when the candidate is compiled
             compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
 
     def _first_candidates(self) -> list[Candidate]:
@@ -193,7 +190,7 @@ class Search:
         if self._old is None:
             return self._first
         ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
-        # Only an entry's choice was checked.
+        # An entry's choice was checked when it was read, its measurements were not.
         allowed = [m for m in ours if _is_allowed(m.candidate, self.key, self._limit)]
         again = [m.candidate for m in sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]]
         held = [c for c in (self._old.choice, *again) if c != XLA and _is_allowed(c, self.key, self._limit)]
@@ -294,8 +291,8 @@ class Search:
         """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock
         only these times count, since the earlier ones were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
-        # The model's own choice takes part: it is what the others are compared with, and its regret is reported. So
-        # does that of an earlier search.
+        # The model's own choice takes part, since the others are compared with it and its regret is reported. The
+        # choice of an earlier search takes part, too.
         asked = (self._predicted, None if self._old is None else self._old.choice)
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]

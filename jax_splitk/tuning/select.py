@@ -47,7 +47,7 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         choice = decide(Query(key_for(problem, target), options, options.workspace_limit, families, measure, final))
     missing = None
     if choice is not None:
-        # A process of a job that lacks the compiler says so to the others when it comes to compile (`code_of`).
+        # In a job a process without a compiler tells the others when it should compile (`code_of`).
         together = measure and not options.explicit and agreement.needed()
         missing = without_code(choice, target) if final and not together else None
         if missing is None:
@@ -144,8 +144,8 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
             _logger.log(level, "%s: XLA instead of %s: %s", problem, candidate, found)
         return found
 
-    # It holds for the life of the process, which would otherwise wait for a compilation that fails, and for the other
-    # processes of its job, at each lowering.
+    # An obstacle holds for the life of the process. Otherwise each lowering would wait for a compilation that fails,
+    # and for the other processes of the job.
     found = once.state.result(("obstacle", problem, candidate), obstacle)
     if found is not None:
         return Choice(problem, XLA, found.splitlines()[0]), None

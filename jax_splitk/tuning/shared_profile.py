@@ -78,11 +78,11 @@ class SharedProfile:
             with device():
                 works = self._all()
                 data = profile.recorded(lambda: [_run(work) for work in works])
-            # Reading it takes Python's time, and nothing of the device's.
+            # Reading a profile does not need the device.
             events = profile.module_times(data)
         except BaseException as error:
             told = error if works and isinstance(error, Exception) else _Left()
-            for work in (works or self._all())[1:]:  # the first is the caller's own
+            for work in (works or self._all())[1:]:  # the first is this search's own
                 work.events.set_exception(told)
             raise
         for work in works[1:]:

@@ -31,7 +31,7 @@ def layers() -> list[tuple[str, pathlib.Path]]:
 def cached(key: Key) -> Iterator[Found]:
     """The caches' entries for `key`, in the order of their precedence."""
     for name, folder in () if disk.mode() == "off" else layers()[:-1]:
-        entry = read(os.path.join(folder, key.file), key)  # a pathlib.Path takes longer than a missing file
+        entry = read(os.path.join(folder, key.file), key)  # building a pathlib.Path takes longer than finding no file
         if entry is not None:
             yield Found(entry, name)
         once.state.result(("old entries", folder), functools.partial(_look_for_old_entries, folder))

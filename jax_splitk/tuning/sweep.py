@@ -24,10 +24,10 @@ from jax_splitk.tuning.measure import Bench, Contestant, usual_settings
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.search import ranked
 
-BATCH = 16  # candidates that are held, and timed in turns, at a time
+BATCH = 16  # candidates that are loaded, and timed in turns, at a time
 ROUNDS = 5
 
-# Called with how many of how many candidates were timed.
+# Called with the number of candidates that were timed, and the number of all.
 Progress = Callable[[int, int], None]
 
 
@@ -131,7 +131,7 @@ def candidates(
                 candidate.workspace_bytes(problem) <= current().workspace_limit
             )
             if fits:
-                # How splits meet is no variant: what is one for a single split is another for several.
+                # `reduction` makes no variant: a single split needs another one than several splits.
                 kept = tuple(fields[name] for name in fields if name not in ("splits", "reduction"))
                 legal.setdefault((family, kept), []).append((family.estimate(problem, config, target), candidate))
     if not legal:

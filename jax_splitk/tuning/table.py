@@ -22,7 +22,7 @@ from jax_splitk.tuning.entry import Entry, InvalidEntry, legal_candidate
 from jax_splitk.tuning.key import Environment, Key
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
-# The text of a problem's fields, by which its row is found.
+# The text of a problem's fields, which is the key of its row.
 _text = functools.partial(json.dumps, sort_keys=True)
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "tables"

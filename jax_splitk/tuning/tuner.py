@@ -34,11 +34,11 @@ from jax_splitk.tuning.search import Search
 _logger = logging.getLogger("jax_splitk")
 
 _WATCH_SECONDS = 0.2
-_MEASUREMENTS_CORES = 2  # that no compilation takes from it, unless it waits for that
-_AT_ONCE = 6  # searches at most, of which one holds the device: 41.5 s of a UNet, 44.8 with 4 (two runs each)
-_CORES_EACH = 2.5  # at least, beside one: on a few cores they would only take them from each other
-_OPERANDS_BYTES = 4 * 2**30  # at most of searches under way, roughly, unless there is only one
-_LEAVE_SECONDS = 2.0  # in which a search that was given up lets go of the device
+_MEASUREMENTS_CORES = 2  # cores that compilations leave to a measurement, unless it waits for them
+_AT_ONCE = 6  # most searches under way, of which one holds the device: a UNet takes 41.5 s, with 4 searches 44.8
+_CORES_EACH = 2.5  # fewest cores for each search, beside one core: with fewer, searches take them from each other
+_OPERANDS_BYTES = 4 * 2**30  # most bytes of operands of searches under way, roughly, unless there is only one
+_LEAVE_SECONDS = 2.0  # time for a search that was given up to release the device
 
 
 @dataclasses.dataclass
@@ -117,11 +117,11 @@ def tune(
             searches.state.progress.tick(key)
             if (found := _stuck()) is not None:
                 return _without(*found, awaited=running)
-        running.thread.join()  # it lets go of executables, in native code: see `_leave`
+        running.thread.join()  # it releases executables, in native code: see `_leave`
         del under_way[key, workspace_limit]
         return running.result.result()
     except (KeyboardInterrupt, RuntimeError) as error:
-        # Python's locks raise a RuntimeError where Ctrl-C comes while they are taken.
+        # Where Ctrl-C comes while a lock is taken, Python raises a RuntimeError.
         if isinstance(error, RuntimeError) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
         _clear_queue()
@@ -147,7 +147,7 @@ def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | N
     running = searches.state.running[key, workspace_limit] = Running(search, workspace_limit, thread, result)
     thread.start()
     if key.target.platform == "cuda":
-        with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
+        with contextlib.suppress(Exception):  # an error is raised again in the search that it belongs to
             search.compile_first()
     return running
 
@@ -156,7 +156,7 @@ def _look_ahead() -> None:
     """Begins the searches of the next problems; then begins to compile first candidates of more of them, until every
     core has enough to do."""
     queue = searches.state.queue
-    with contextlib.suppress(Exception):  # errors come again, in the search that they belong to
+    with contextlib.suppress(Exception):  # an error is raised again in the search that it belongs to
         while queue and _has_room(key_and_limit := next(iter(queue))):
             seconds = queue.pop(key_and_limit).seconds
             if key_and_limit not in searches.state.running:
@@ -185,7 +185,7 @@ def _operands_bytes(key: Key) -> int:
 def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Iterator[None]:
     """In the block, keys and limits in the order in which it will ask for them, with a budget for each: while one is
     waited for, the next ones are searched and their kernels compiled."""
-    here = not agreement.needed()  # in a job the others must not disturb process 0
+    here = not agreement.needed()  # in a job nothing must disturb process 0
     searches.state.queue = {k: Queued(seconds) for k in keys if here and k[0].target.platform == "cuda"}
     try:
         yield

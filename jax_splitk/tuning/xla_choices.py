@@ -16,9 +16,9 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning import device, searches
 
-FEW = 4  # problems of the first program, as many as searches that would wait for each other; later ones have no fewer
-MOST = 16
-SECONDS = 2.0  # that a larger program is expected to take at most: other searches wait for the device
+FEW = 4  # fewest problems of a program, if there are as many
+MOST = 16  # most problems of a program
+SECONDS = 2.0  # longest that a program of more than `FEW` is expected to take: other searches wait for the device
 
 
 def choose(problem: Problem, compiler_options: Mapping[str, Any]) -> bool:
