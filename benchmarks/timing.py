@@ -213,7 +213,8 @@ def _blocking_round(turn: _Turn) -> Round:
 def _device_round(turn: _Turn) -> Round | None:
     """Traces the turn's calls and nothing else; None if no kernels were recorded."""
     _queue(turn, min(turn.calls, len(turn.input_sets)))  # the clocks may have dropped between turns
-    kernels = profile.trace(lambda: _queue(turn, turn.calls))
+    events = profile.stream_events(profile.recorded(lambda: _queue(turn, turn.calls)))
+    kernels = [(event.name, event.start_ns, event.end_ns) for event in events]
     if not kernels:
         return None
     totals: dict[str, float] = collections.defaultdict(float)

@@ -78,54 +78,36 @@ def _commands(of: argparse.ArgumentParser, dest: str) -> Any:
 def _add_bench(commands: Any) -> None:
     about = "the time of a matrix product against the number of splits, with XLA and the cost model's first choice"
     matmul = _add(commands, "matmul", "bench.matmul", about)
-    matmul.epilog = "On this machine's default device; nothing is stored in the cache. Exit code 1: a config failed."
     for name, meaning in (("m", "rows of the result"), ("n", "columns of the result"), ("k", "the reduction")):
         matmul.add_argument(f"--{name}", type=int, required=True, help=meaning)
     matmul.add_argument("--batch", type=int, help="matrix products; 1")
     matmul.add_argument("--sweep-splits", default="1:128", metavar="SPLITS", help="1:128 or 1,2,4,8:16; 1:128")
-    matmul.add_argument(
-        "--configs",
-        type=int,
-        default=3,
-        metavar="N",
-        help="how many of the cost model's best, apart from their splits; 3",
-    )
     about = "only configs with this value, e.g. tile_m=128 or reduction=workspace"
     matmul.add_argument("--only", action="append", default=[], metavar="FIELD=VALUE", help=about)
-    matmul.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
-    matmul.add_argument("--out-dtype", default="float32", help="of the result; float32")
     about = "dimensions in memory, the contiguous one last: bmk, mbk, bkm or kbm; bkm"
     matmul.add_argument("--lhs-order", default="bkm", help=about)
     matmul.add_argument("--rhs-order", default="bkn", help="likewise: bkn, kbn, bnk or nbk; bkn")
-    matmul.add_argument("--precision", help="of float32 operands: default, high or highest; default")
-    matmul.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
-    matmul.add_argument(
-        "--plot", type=pathlib.Path, metavar="FILE.svg", help="draw them (needs matplotlib); .png, .pdf"
-    )
+    matmul.add_argument("--out-dtype", default="float32", help="of the result; float32")
+    about = "draw them (needs matplotlib); .png, .pdf"
+    matmul.add_argument("--plot", type=pathlib.Path, metavar="FILE.svg", help=about)
 
     conv = _add(commands, "conv", "bench.conv", "the three passes of a convolution: our best configs against XLA")
-    conv.epilog = matmul.epilog
-    about = {
-        "batch": "images",
-        "in-channels": "C",
-        "out-channels": "K",
-        "input-spatial": "one to three sizes, e.g. 56 56",
-        "kernel-spatial": "the filter's, e.g. 3 3",
-    }
-    for name, meaning in about.items():
-        sizes = {"nargs": "+"} if name.endswith("spatial") else {}
-        conv.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning, **sizes)
+    for name, meaning in (("batch", "images"), ("in-channels", "C"), ("out-channels", "K")):
+        conv.add_argument(f"--{name}", type=int, required=True, metavar="N", help=meaning)
+    for name, meaning in (("input", "one to three sizes, e.g. 56 56"), ("kernel", "the filter's, e.g. 3 3")):
+        conv.add_argument(f"--{name}-spatial", type=int, nargs="+", required=True, metavar="N", help=meaning)
     for name, meaning in (("window-strides", "strides"), ("rhs-dilation", "dilation of the filter")):
         conv.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=f"{meaning}; 1 each")
     conv.add_argument("--padding", help="SAME, SAME_LOWER or VALID; SAME")
     conv.add_argument("--feature-group-count", type=int, metavar="N", help="feature groups; 1")
-    conv.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
     conv.add_argument("--out-dtype", help="of the results; that of the operands")
-    conv.add_argument("--precision", help="of float32 operands: default, high or highest; default")
-    conv.add_argument(
-        "--configs", type=int, default=3, metavar="N", help="how many of the cost model's best for each pass; 3"
-    )
-    conv.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
+    for each in (matmul, conv):
+        each.epilog = "On this machine's default device; nothing is stored in the cache. Exit code 1: a config failed."
+        each.add_argument("--dtype", help="of the operands: bfloat16, float16 or float32; bfloat16")
+        each.add_argument("--precision", help="of float32 operands: default, high or highest; default")
+        about = "how many of the cost model's best configs, apart from their splits; 3"
+        each.add_argument("--configs", type=int, default=3, metavar="N", help=about)
+        each.add_argument("--out", type=pathlib.Path, metavar="FILE.json", help="write all measurements")
 
 
 def _add_cache(commands: Any) -> None:

@@ -227,17 +227,13 @@ def candidate_from(op: str, data: Any) -> Candidate:
 
 def _measurement_from(op: str, data: Any) -> Measurement:
     candidate = candidate_from(op, data)
-    us, error = data.get("us"), data.get("error")
+    us: Any = data.get("us")
+    error = data.get("error")
     if us is None and isinstance(error, str):
         return Measurement(candidate, None, error)
-    if error is None:
-        return Measurement(candidate, microseconds(us))
-    raise InvalidEntry(f"measurement {data!r}; accepted: us or an error")
-
-
-def microseconds(us: Any) -> float:
-    """A time in a file. Raises InvalidEntry."""
+    if error is not None:
+        raise InvalidEntry(f"measurement {data!r}; accepted: us or an error")
     # True is an int, and an integer in JSON may be larger than all floats.
     if type(us) in (int, float) and 0 < us <= sys.float_info.max:
-        return float(us)
+        return Measurement(candidate, float(us))
     raise InvalidEntry(f"us {us!r}; accepted: a finite number above 0")

@@ -21,7 +21,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import device, profile, watch, xla_choices
+from jax_splitk.tuning import device, profile, searches, watch
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
 
@@ -129,7 +129,9 @@ class Bench:
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
-        self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))), self.operation.kinds)
+        sets = min(MAX_INPUT_SETS, max(2, math.ceil(wanted)))
+        # Each execution has as many sets.
+        self.sets = sets if sets <= CALLED_TOGETHER else -(-sets // CALLED_TOGETHER) * CALLED_TOGETHER
         drawn = [self.operation.random_operands(problem, i) for i in range(self.sets)]
         with self._device():
             self._inputs = jax.block_until_ready(jax.device_put(drawn))
@@ -201,7 +203,8 @@ class Bench:
         with self._device():
             started = time.monotonic()
             try:
-                return xla_choices.choose(self.problem, WITHOUT_GRAPHS)
+                following = [key.problem for key, _ in (*list(searches.state.running), *list(searches.state.queue))]
+                return device.state.let_xla_choose(self.problem, following, WITHOUT_GRAPHS)
             finally:
                 self.waited += time.monotonic() - started
 
@@ -377,11 +380,6 @@ def _run(contestant: Contestant, repeats: int) -> None:
     for _ in range(repeats):
         result = contestant.run()
     jax.block_until_ready(result)
-
-
-def _whole_groups(sets: int) -> int:
-    """`sets`, rounded up so that each execution has as many."""
-    return sets if sets <= CALLED_TOGETHER else -(-sets // CALLED_TOGETHER) * CALLED_TOGETHER
 
 
 def _attempt(what: Callable[[], Any]) -> Any:

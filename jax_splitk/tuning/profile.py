@@ -16,18 +16,8 @@ _HOST_COPIES = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)", re.IGNORECASE)
 Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
-def trace(work: Callable[[], None]) -> list[Event]:
-    """The events on the streams of the process's first GPU, on which everything is measured, during `work`. `work` must
-    wait for its own results. Empty on other platforms.
-
-    Raises:
-      RuntimeError: a profile is being taken already.
-    """
-    return device_events(recorded(work))
-
-
 def recorded(work: Callable[[], object]) -> Any:
-    """As `trace`, in JAX's own form. Parsing it takes Python's time, but does not occupy the profiler.
+    """JAX's profile of `work`, which must wait for its own results. Parsing it does not occupy the profiler.
 
     Raises:
       RuntimeError: a profile is being taken already.
@@ -40,13 +30,9 @@ def recorded(work: Callable[[], object]) -> Any:
     return _compat.profiled(work, options)
 
 
-def device_events(data: Any, ordinal: int | None = None) -> list[Event]:
-    """The events on one GPU's streams in a profile, except host copies; by default the process's first GPU."""
-    return [(event.name, event.start_ns, event.end_ns) for event in stream_events(data, ordinal)]
-
-
 def stream_events(data: Any, ordinal: int | None = None) -> Iterator[Any]:
-    """As `device_events`, in JAX's own form."""
+    """The events on one GPU's streams in a profile, except host copies; by default the process's first GPU, on which
+    everything is measured. None on other platforms."""
     _type_of_stats()
     ordinal = jax.local_devices()[0].local_hardware_id if ordinal is None else ordinal
     for plane in data.planes:
@@ -59,7 +45,7 @@ def stream_events(data: Any, ordinal: int | None = None) -> Iterator[Any]:
 
 
 def module_times(data: Any, ordinal: int | None = None) -> list[Event]:
-    """As `device_events`, with the names of the events' modules in place of their own."""
+    """`stream_events`, each with the name of its module."""
     return [(stat(e, "hlo_module"), e.start_ns, e.end_ns) for e in stream_events(data, ordinal)]
 
 

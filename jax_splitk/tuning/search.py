@@ -355,15 +355,11 @@ class Search:
         timed = [c for c in contestants if c.is_timed or c.error is not None]
         if self.xla is not None and self.xla.is_timed and self.xla.error is None:
             timed.insert(0, self.xla)
-        measurements = (*map(_measurement, timed), *self.failures)
+        measured = (Measurement(c.candidate, None if c.error else round(float(c.us), 3), c.error) for c in timed)
+        measurements = (*measured, *self.failures)
         by_profile = self.xla is not None and bool(self.xla.device_times)
         metadata = _metadata(time.monotonic() - self._started, len(self.tried), by_profile)
         return Entry.of(self.key, choice, measurements, self._predicted, metadata, self._limit)
-
-
-def _measurement(contestant: Contestant) -> Measurement:
-    us = None if contestant.error is not None else round(float(contestant.us), 3)
-    return Measurement(contestant.candidate, us, contestant.error)
 
 
 def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
@@ -382,13 +378,8 @@ def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Ca
     seen = {_variant(candidate) for candidate in best}
     new = _firsts((candidate for candidate in others if _variant(candidate) not in seen), _variant)
     found = list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
-    return list(dict.fromkeys([*found, *_unsplit(ranking)]))
-
-
-def _unsplit(ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
-    """The best one without splits, if it may be the fastest."""
-    near = [c for s, c in ranking if s <= UNSPLIT * ranking[0][0]]
-    return [c for c in near if getattr(c.config, "splits", None) == 1][:1]
+    unsplit = [c for s, c in ranking if s <= UNSPLIT * ranking[0][0] and getattr(c.config, "splits", None) == 1]
+    return list(dict.fromkeys([*found, *unsplit[:1]]))
 
 
 def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -> list[Candidate]:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import types
 from collections.abc import Callable
 
 import jax
@@ -73,12 +74,14 @@ def test_launches_that_are_not_the_plans() -> None:
 
 
 def test_a_trace_counts_the_launches_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trace(work: Callable[[], None]) -> list[profile.Event]:
+    def recorded(work: Callable[[], None]) -> list[types.SimpleNamespace]:
         work()
         kernels = [("dot_tma", 0.0, 3e3), ("dot_tma_reduce", 2e3, 4e3)]
-        return [(name, start + 1e4 * call, end + 1e4 * call) for call in range(3) for name, start, end in kernels]
+        turns = [(name, start + 1e4 * call, end + 1e4 * call) for call in range(3) for name, start, end in kernels]
+        return [types.SimpleNamespace(name=name, start_ns=start, end_ns=end) for name, start, end in turns]
 
-    monkeypatch.setattr(profile, "trace", trace)
+    monkeypatch.setattr(profile, "recorded", recorded)
+    monkeypatch.setattr(profile, "stream_events", lambda events: events)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     timed = timing.compare({"": lambda: jnp.ones(())}, [()], rounds=2, calls=3)[""]
     assert (timed.launches, timed.source) == ({"dot_tma": 1.0, "dot_tma_reduce": 1.0}, "device")

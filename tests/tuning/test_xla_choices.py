@@ -10,7 +10,7 @@ import pytest
 
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning import device, searches, xla_choices
+from jax_splitk.tuning import device, searches
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.measure import Bench
 from jax_splitk.tuning.tuner import Queued
@@ -29,8 +29,8 @@ class Programs:
         self.compiled: list[list[Problem]] = []
         self.seconds = 0.1  # for each problem
         self.now = 0.0
-        monkeypatch.setattr(xla_choices, "_compile", self.compile)
-        monkeypatch.setattr(xla_choices, "time", self)
+        monkeypatch.setattr(device, "_compile", self.compile)
+        monkeypatch.setattr(device, "time", self)
 
     def compile(self, problems: Sequence[Problem], _: Any) -> None:
         self.compiled.append(list(problems))
@@ -49,14 +49,14 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many operations each program has that is compiled for a choice, or by itself."""
     found: list[int] = []
-    compile_together = xla_choices._compile
+    compile_together = device._compile
 
     def counting(problems: Sequence[Problem], options: Any) -> None:
         assert device.state.lock.locked(), "XLA times kernels"
         compile_together(problems, options)
         found.append(len(problems))
 
-    monkeypatch.setattr(xla_choices, "_compile", counting)
+    monkeypatch.setattr(device, "_compile", counting)
     return found
 
 
@@ -64,29 +64,29 @@ def come(*keys: Any) -> None:
     searches.state.queue = {(key, 2**28): Queued() for key in keys}
 
 
+def choose(problem: Problem, *following: Problem) -> bool:
+    return device.state.let_xla_choose(problem, following, {})
+
+
 def test_the_next_problems_are_chosen_for_once(programs: Programs) -> None:
     """In the order in which they will be searched, few at first, then as many as do not hold the device for long."""
-    searches.state.running[KEYS[1], 2**28] = None
-    come(*KEYS[2:])
     for problem in PROBLEMS:
-        xla_choices.choose(problem, {})
+        choose(problem, *PROBLEMS)
     assert programs.compiled == [PROBLEMS[:4], PROBLEMS[4:20], PROBLEMS[20:36], PROBLEMS[36:]]
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(3.0, 4), (0.25, 8), (0.0, 16)])
 def test_slow_choices_hold_the_device_for_few(seconds: float, count: int, programs: Programs) -> None:
     programs.seconds = seconds
-    come(*KEYS)
     for problem in PROBLEMS[:5]:
-        xla_choices.choose(problem, {})
+        choose(problem, *PROBLEMS)
     assert list(map(len, programs.compiled)) == [4, count]
 
 
 def test_one_that_has_none_behind_it_is_compiled_by_itself(programs: Programs) -> None:
-    xla_choices.choose(PROBLEMS[0], {})
+    choose(PROBLEMS[0])
     assert programs.compiled == []
-    come(KEYS[0], KEYS[1])
-    xla_choices.choose(PROBLEMS[1], {})
+    choose(PROBLEMS[1], *PROBLEMS[:2])
     assert programs.compiled == []
 
 
@@ -97,7 +97,8 @@ def bench(problem: Problem) -> Bench:
 
 
 def test_xlas_contestant_takes_the_next_ones_along(compiled: list[int]) -> None:
-    come(*KEYS[:3])
+    searches.state.running[KEYS[1], 2**28] = None
+    come(KEYS[0], KEYS[2])
     for problem in PROBLEMS[:3]:
         contestants, failed = bench(problem).prepare([XLA])
         assert (len(contestants), failed) == (1, [])
