@@ -80,7 +80,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pa
 def competing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that the CPU's kernels of forward passes and input gradients are faster than XLA's."""
     monkeypatch.setattr(conv_host.ConvHost, "competes", True)
-    monkeypatch.setattr(conv_host.ConvHost, "unmeasured_refusal", lambda self, problem: None)
+    monkeypatch.setattr(conv_host.ConvHost, "why_xla_untuned", lambda self, problem: None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -79,11 +79,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
         """Why `config` cannot compute a problem that the family serves."""
 
-    def unmeasured_refusal(self, problem: _Problem) -> str | None:
+    def why_xla_untuned(self, problem: _Problem) -> str | None:
         """Why XLA is preferred for an unmeasured problem; None if the family is preferred."""
         return None
 
-    def measurement_refusal(self, problem: _Problem) -> str | None:
+    def why_not_tuned(self, problem: _Problem) -> str | None:
         """Why lowering need not measure the problem: XLA is known to be as fast. None if it should."""
         del problem
         return None

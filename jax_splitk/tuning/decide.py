@@ -132,7 +132,7 @@ def _elsewhere(key: Key) -> str:
 def cost_model(query: Query) -> Choice | None:
     """The cost model's best config, or XLA where that is predicted to be faster and nothing was asked for."""
     problem, target, options = query.key.problem, query.key.target, query.options
-    families = [f for f in query.families if options.implementation or f.unmeasured_refusal(problem) is None]
+    families = [f for f in query.families if options.implementation or f.why_xla_untuned(problem) is None]
     best = model.best(query.key, query.limit, families)
     if best is None:
         return None

@@ -84,7 +84,7 @@ def _why_xla(problem: Problem, target: Target, options: Options) -> str:
     for family in kernels.families(problem.op, None if options.explicit else target.platform):
         if _is_asked_for(family, options):
             reason = Candidate(family).refusal(problem, target)
-            reason = reason or (None if options.implementation else family.unmeasured_refusal(problem))
+            reason = reason or (None if options.implementation else family.why_xla_untuned(problem))
             reason = reason or f"no config fits in workspace_limit_bytes={options.workspace_limit}"
             names.setdefault(reason, []).append(family.name)
     reasons = "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())

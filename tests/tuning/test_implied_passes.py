@@ -116,7 +116,7 @@ def test_frozen_caches_without_them_leave_them_to_xla_with_a_warning(
 def test_what_xla_is_known_to_compute_as_fast_is_not_measured_unless_it_is_named(
     tuned: list[ConvWgradProblem], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wgrad_host.WgradHost, "measurement_refusal", lambda self, problem: "XLA is as fast here")
+    monkeypatch.setattr(wgrad_host.WgradHost, "why_not_tuned", lambda self, problem: "XLA is as fast here")
     lhs, rhs = operands()
     step = jax.grad(loss, 1)
     with caplog.at_level(logging.INFO, "jax_splitk"):

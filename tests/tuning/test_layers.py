@@ -134,7 +134,7 @@ def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) 
         with result_of(FOUR):
             assert lowered_config(wgrad, lhs, g) == FOUR
         with monkeypatch.context() as patched:  # nor is what tuning would not measure
-            patched.setattr(wgrad_host.WgradHost, "measurement_refusal", lambda self, problem: "XLA is as fast here")
+            patched.setattr(wgrad_host.WgradHost, "why_not_tuned", lambda self, problem: "XLA is as fast here")
             assert lowered_config(wgrad, lhs, g) == unmeasured
     assert store.save(entry_of(key, TWO)) is (mode == "update")
     assert list(store.files(cache)) == ([cache / key.file] if mode == "update" else [])

@@ -85,9 +85,9 @@ def test_falling_back_says_why() -> None:
 
 def test_an_explicit_implementation_comes_before_preference() -> None:
     half = dataclasses.replace(PROBLEM, in_channels=256, dtype="float16")
-    assert wgrad_host.FAMILY.unmeasured_refusal(half) is not None
+    assert wgrad_host.FAMILY.why_xla_untuned(half) is not None
     assert choose(half, CPU).implementation == "xla"
-    assert choose(half, CPU).why == f"wgrad_host: {wgrad_host.FAMILY.unmeasured_refusal(half)}"
+    assert choose(half, CPU).why == f"wgrad_host: {wgrad_host.FAMILY.why_xla_untuned(half)}"
     assert choose(half, CPU, implementation="host").implementation == "host"
     assert choose(half, CPU, config=wgrad_host.Config(2, 128)).implementation == "host"
 
@@ -105,7 +105,7 @@ def test_the_best_of_the_candidates_is_taken(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(table, "FOLDER", tmp_path)  # which has an answer for this problem
     choice = choose(PROBLEM, DEFAULT_CUDA)
     serving = [f for f in kernels.families("conv_wgrad", "cuda") if f.refusal(PROBLEM, None, DEFAULT_CUDA) is None]
-    serving = [f for f in serving if f.unmeasured_refusal(PROBLEM) is None]
+    serving = [f for f in serving if f.why_xla_untuned(PROBLEM) is None]
     assert len(serving) > 1
     times = [f.estimate(PROBLEM, c, DEFAULT_CUDA) for f in serving for c in f.candidates(PROBLEM, DEFAULT_CUDA)]
     assert choice.family.estimate(PROBLEM, choice.config, DEFAULT_CUDA) == min(times)

@@ -44,7 +44,7 @@ class ConvHost(HostFamily[ConvProblem, Config]):
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         return wgrad_host.cut_refusal(config, min(max(self.product(problem, config).k, 1), host.MAX_SPLITS))
 
-    def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
+    def why_xla_untuned(self, problem: ConvProblem) -> str | None:
         return "XLA:CPU is faster"
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:

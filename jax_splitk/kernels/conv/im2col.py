@@ -282,7 +282,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
     def rows(self, problem: ConvProblem, config: Config) -> float:
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
-    def unmeasured_refusal(self, problem: ConvProblem) -> str | None:
+    def why_xla_untuned(self, problem: ConvProblem) -> str | None:
         """XLA's matrix products are as fast where tiles fill the machine by themselves."""
         p = problem
         if is_matrix_product(forward(p)) and pixels(p) > _FEW_PIXELS:

@@ -40,8 +40,8 @@ class AsWgrad(Translated[DotProblem, Any]):
             return f"{problem.epilogue}; accepted: the product alone"
         return super().problem_refusal(problem) or (refusals.tf32(problem) if self.platform == "cuda" else None)
 
-    def unmeasured_refusal(self, problem: DotProblem) -> str | None:
-        return self.inner.unmeasured_refusal(self.translated(problem))
+    def why_xla_untuned(self, problem: DotProblem) -> str | None:
+        return self.inner.why_xla_untuned(self.translated(problem))
 
 
 # float32 on the tf32 tensor cores, which take operands with k contiguous only: wgrad_tf32 transposes them.

@@ -148,7 +148,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
             return f"{tile}, {config.thread_sums} sums a thread, with {E4M3}; accepted: at most {most}"
         return None
 
-    def unmeasured_refusal(self, problem: DotProblem) -> str | None:
+    def why_xla_untuned(self, problem: DotProblem) -> str | None:
         """XLA's library is as fast where tiles fill the machine by themselves, and on long products. What no GPU has
         run yet is left to those who ask for it."""
         if problem.dtype == E4M3 or problem.epilogue:
@@ -159,7 +159,7 @@ class Tma(SplitTileFamily[DotProblem, Config]):
             return None
         return f"{problem} was not measured, and XLA's product is as fast as ours for most of its size"
 
-    def measurement_refusal(self, problem: DotProblem) -> str | None:
+    def why_not_tuned(self, problem: DotProblem) -> str | None:
         if problem.epilogue or problem.dtype not in ("bfloat16", "float16"):
             return None
         if (tiles := _large_tiles(problem)) > _MANY_TILES:

@@ -53,7 +53,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
             return f"row_block={config.row_block} is outside 1..{_MAX_ROW_BLOCK}."
         return None
 
-    def unmeasured_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
+    def why_xla_untuned(self, problem: QuantizedMatmulProblem) -> str | None:
         """XLA:CPU is faster with many rows: it decodes the whole weight once for all rows."""
         if problem.rows > 128:
             return f"rows={problem.rows} are faster on XLA:CPU; preferred up to 128"

@@ -53,7 +53,7 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         splits = range(1, max(1, min(k, host.MAX_SPLITS)) + 1)
         return field_refusal(config, splits=splits, row_block=range(1, _MAX_ROW_BLOCK + 1))
 
-    def unmeasured_refusal(self, problem: RaggedDotProblem) -> str | None:
+    def why_xla_untuned(self, problem: RaggedDotProblem) -> str | None:
         """Why XLA:CPU is as fast, although it multiplies every row with every group's matrix."""
         if problem.groups == 1 and not problem.has_offset:
             return "a product of one group is a dense one; preferred from two groups on"

@@ -239,7 +239,7 @@ class Gather(SplitFamily[Config]):
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
 
-    def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
+    def why_xla_untuned(self, problem: ConvWgradProblem) -> str | None:
         """XLA is preferred, except for: few channels on either side; true float32; float32 without strides; 16-bit
         problems for which XLA has no kernel of its own (results wider than operands; one or three dimensions;
         dilation). For the last, the family was measured to be faster on all but two of 92 problems."""

@@ -93,7 +93,7 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         return cut_refusal(config, _most_splits(problem))
 
-    def unmeasured_refusal(self, problem: ConvWgradProblem) -> str | None:
+    def why_xla_untuned(self, problem: ConvWgradProblem) -> str | None:
         """Problems for which XLA is mostly faster."""
         m, _, rows = problem.gemm_shape
         if rows * m * problem.out_channels < 256:

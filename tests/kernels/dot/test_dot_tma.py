@@ -203,24 +203,24 @@ MACROS = ("EPILOGUE", "BIAS", "BIAS_TYPE", "ACTIVATION", "RESIDUAL_TYPE")
 
 
 def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() -> None:
-    assert FAMILY.unmeasured_refusal(dataclasses.replace(LONG, k=16384)) is None
+    assert FAMILY.why_xla_untuned(dataclasses.replace(LONG, k=16384)) is None
     for problem in (dataclasses.replace(LONG, m=8192, n=8192), dataclasses.replace(LONG, m=1024, n=2048, k=50304)):
-        assert "was not measured" in str(FAMILY.unmeasured_refusal(problem))
-    assert "was not measured" in str(FAMILY.unmeasured_refusal(SLIGHT))
-    assert FAMILY.unmeasured_refusal(dataclasses.replace(SLIGHT, k=4096)) is None
+        assert "was not measured" in str(FAMILY.why_xla_untuned(problem))
+    assert "was not measured" in str(FAMILY.why_xla_untuned(SLIGHT))
+    assert FAMILY.why_xla_untuned(dataclasses.replace(SLIGHT, k=4096)) is None
 
 
 def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
     """The limits come from measurements: see benchmarks/notes/dot.md."""
     few, many = dataclasses.replace(LONG, m=1024, n=256, k=16384), dataclasses.replace(LONG, m=8192, n=8192)
-    assert FAMILY.measurement_refusal(few) is None
-    assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.measurement_refusal(many))
+    assert FAMILY.why_not_tuned(few) is None
+    assert "its 4096 tiles of 128x128 fill the GPU" in str(FAMILY.why_not_tuned(many))
     long = dataclasses.replace(few, m=96, n=384, k=401408)
-    assert "it takes 90 us at the GPU's rates" in str(FAMILY.measurement_refusal(long))
+    assert "it takes 90 us at the GPU's rates" in str(FAMILY.why_not_tuned(long))
     # Not if there are as many tiles as multiprocessors.
-    assert FAMILY.measurement_refusal(dataclasses.replace(LONG, m=1024, n=2048, k=50304)) is None
-    assert "its reduction of 320 is short" in str(FAMILY.measurement_refusal(SLIGHT))
-    assert FAMILY.measurement_refusal(dataclasses.replace(SLIGHT, k=4096)) is None
+    assert FAMILY.why_not_tuned(dataclasses.replace(LONG, m=1024, n=2048, k=50304)) is None
+    assert "its reduction of 320 is short" in str(FAMILY.why_not_tuned(SLIGHT))
+    assert FAMILY.why_not_tuned(dataclasses.replace(SLIGHT, k=4096)) is None
     # Not measured on any GPU.
     for unknown in ({"dtype": "float32"}, {"activation": "relu"}):
-        assert FAMILY.measurement_refusal(dataclasses.replace(many, **unknown)) is None
+        assert FAMILY.why_not_tuned(dataclasses.replace(many, **unknown)) is None

@@ -266,5 +266,5 @@ def test_preferred_without_measurements() -> None:
         (dataclasses.replace(problem, rows=129), "rows=129"),
         (tiny, "so small"),
     ):
-        found = FAMILY.unmeasured_refusal(changed)
+        found = FAMILY.why_xla_untuned(changed)
         assert found is None if reason is None else reason in str(found)

@@ -32,7 +32,7 @@ def test_only_hopper(family: Family) -> None:
     refused = family.refusal(p, None, Target("cuda", "NVIDIA A100", "8.0", 108))
     assert refused == "needs a GPU of compute capability 9.0 (Hopper), not NVIDIA A100 (8.0)"
     assert family.refusal(p, None, DEFAULT_CUDA) is None
-    assert family.unmeasured_refusal(p) is None
+    assert family.why_xla_untuned(p) is None
 
 
 # ---- limits of problems --------------------------------------------------------------------------------------------

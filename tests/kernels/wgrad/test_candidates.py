@@ -182,16 +182,16 @@ def test_grouped_and_depthwise_problems_are_their_families_before_any_other() ->
     for family, tag in ((grouped.FAMILY, "grouped"), (depthwise.FAMILY, "depthwise")):
         for case in cases.find([tag]):
             assert next(f for f in FAMILIES if f.refusal(case.problem()) is None) is family
-            assert family.unmeasured_refusal(case.problem()) is None
+            assert family.why_xla_untuned(case.problem()) is None
 
 
 def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
     def reason(size: int, kernel: int, channels: tuple[int, int], **fields: object) -> str | None:
-        return gather.FAMILY.unmeasured_refusal(
+        return gather.FAMILY.why_xla_untuned(
             conv((size, size), (kernel, kernel), channels, padding=None, **fields)  # type: ignore[arg-type]
         )
 
-    assert gather.FAMILY.unmeasured_refusal(STEM) is None
+    assert gather.FAMILY.why_xla_untuned(STEM) is None
     assert reason(56, 3, (64, 64), batch=8, dtype="float32") is None
     assert reason(112, 7, (8, 64), batch=64) is None
     same = {"out_dtype": "bfloat16"}

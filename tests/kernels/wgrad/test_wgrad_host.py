@@ -317,7 +317,7 @@ def dense(channels: tuple[int, int], dtype: str = "float32", **changes: Any) -> 
     (make_problem((512,), (9,), (64, 128)), 8192),
 ], ids=str)  # fmt: skip
 def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: int) -> None:
-    reason = str(FAMILY.unmeasured_refusal(problem))
+    reason = str(FAMILY.why_xla_untuned(problem))
     assert f" = {problem.in_channels * problem.out_channels} of a dense convolution " in reason
     assert reason.endswith(f"preferred below {most}")
     assert FAMILY.refusal(problem) is None
@@ -334,8 +334,8 @@ def test_wide_dense_problems_are_left_to_xla(problem: ConvWgradProblem, most: in
     make_problem((8, 8, 8), (3, 3, 3), (128, 128)),
 ], ids=str)  # fmt: skip
 def test_what_xla_is_slower_at_is_preferred(problem: ConvWgradProblem) -> None:
-    assert FAMILY.unmeasured_refusal(problem) is None
+    assert FAMILY.why_xla_untuned(problem) is None
 
 
 def test_calls_that_take_longer_than_their_work_are_xlas() -> None:
-    assert "so small" in str(FAMILY.unmeasured_refusal(make_problem((2,), (1,), (4, 4))))
+    assert "so small" in str(FAMILY.why_xla_untuned(make_problem((2,), (1,), (4, 4))))
