@@ -36,9 +36,8 @@ def derived(key: Key, found: Found, workspace_limit: int) -> Found | None:
         return None
     differing = _differing(entry.key, key)
     evidence = {"predicted": None, "metadata": {REPRESENTATIVE: differing}, "measurements": []}
-    return Found(
-        Entry(key, candidate, entry.workspace_limit_bytes, evidence), f"{found.where}, decision of {differing}"
-    )
+    derived_entry = Entry(key, candidate, entry.workspace_limit_bytes, evidence)
+    return Found(derived_entry, f"{found.where}, decision of {differing}")
 
 
 def to_tune(key: Key, workspace_limit: int) -> list[Key]:

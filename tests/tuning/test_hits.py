@@ -2,6 +2,8 @@
 
 import functools
 import pathlib
+import sys
+import types
 from typing import Any
 from unittest import mock
 
@@ -96,3 +98,25 @@ def test_a_hit_in_the_cache_reads_its_file_alone(
     read = request.getfixturevalue("read")
     assert select.select(key.problem, CPU, Options(), measure=True).candidate == ranking[-1]
     assert read == [cache / key.file]
+
+
+def test_a_hit_passes_few_functions() -> None:
+    """Whoever reads how a decision is found reads these."""
+    known, problem = (case.problem() for case in CONVOLUTIONS)
+    select.select(known, DEFAULT_CUDA, Options())  # reads the table
+    folder = str(pathlib.Path(select.__file__).parent)
+    passed: list[tuple[str, str]] = []
+
+    def count(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            passed.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    sys.setprofile(count)
+    try:
+        choice = select.select(problem, DEFAULT_CUDA, Options(), measure=True)
+    finally:
+        sys.setprofile(None)
+    assert choice.because == "shipped table"
+    functions = {(file, name) for file, name in passed if not name.endswith(("comp>", "genexpr>", "<lambda>"))}
+    assert len(functions) <= 40, sorted(functions)
+    assert len(passed) <= 100

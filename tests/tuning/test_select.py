@@ -309,7 +309,7 @@ def test_a_fallback_that_costs_time_is_a_warning_once_for_each_reason(
         assert levels(PROBLEM, undivided="odd") == ["WARNING"]
         assert caplog.messages == [
             f"{PROBLEM}: XLA where a kernel would serve: automatic partitioning over several devices: odd "
-            "(said once for a reason)"
+            "(said once for each reason)"
         ]
         assert levels(other, undivided="odd") == ["INFO"]
         assert levels(other, undivided="even") == ["WARNING"]
