@@ -28,6 +28,13 @@ from jax_splitk.tuning.result import TuningResult
 VERSIONS = ("date", "jax", "jaxlib", "platform_version")
 
 
+def _machine(environment: Environment) -> dict[str, Any]:
+    """How a table names its machine: an environment without the families."""
+    fields = dataclasses.asdict(environment)
+    del fields["abi"]
+    return fields
+
+
 def text_of(entries: Sequence[Entry], versions: dict[str, Any]) -> str:
     """The table of entries for one operation on one machine."""
     environment, op = entries[0].key.environment, entries[0].key.problem.op
@@ -39,7 +46,7 @@ def text_of(entries: Sequence[Entry], versions: dict[str, Any]) -> str:
         times = {"us": entry.us(entry.choice), "xla_us": entry.us(XLA)}
         rows.append("  " + json.dumps({"problem": differing, **entry.choice.as_dict(), **times}))
     head = {
-        "machine": table.machine_of(environment),
+        "machine": _machine(environment),
         "abi": {family.name: family.ABI for family in kernels.families(op, environment.platform)},
         "versions": versions,
         "defaults": defaults,
@@ -72,7 +79,7 @@ def update(entries: Iterable[Entry]) -> list[pathlib.Path]:
     """Puts entries into the tables of their machines and operations, and returns the tables' files."""
     groups: dict[tuple[str, Environment], list[Entry]] = {}
     for entry in entries:
-        machine = table.machine_of(entry.key.environment)
+        machine = _machine(entry.key.environment)
         groups.setdefault((entry.key.problem.op, Environment(**machine, abi=())), []).append(entry)
     paths = []
     for (op, environment), new in groups.items():

@@ -75,14 +75,16 @@ class InCommon:
     def __call__(self, query: Query) -> Found | None:
         if not query.here:
             return self._ask(query)
-        query.again, query.exact = watch.state.wishes(query.key)
+        if watch.state.watchers:
+            query.again, query.exact = watch.state.wishes(query.key)
         if agreement.needed():
             # A problem that is lowered again needs no other agreement, and cannot come out otherwise.
             settled = ("agreed", query.key, query.limit, watch.state.measures(query.options))
             found = once.state.result(settled, lambda: self._agree(query))
         else:
             found = self._ask(query)
-        watch.state.decided(query.key, None if found is None else found.entry)
+        if watch.state.watchers:
+            watch.state.decided(query.key, None if found is None else found.entry)
         return found
 
     def _ask(self, query: Query) -> Found | None:

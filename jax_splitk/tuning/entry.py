@@ -15,6 +15,8 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 
 _logger = logging.getLogger("jax_splitk")
 
+_XLA = XLA.name
+
 
 class InvalidEntry(ValueError):
     """The text is no entry for the key that it was looked up by; the message says why."""
@@ -115,16 +117,17 @@ class Entry:
     def best(self, workspace_limit: int, implementation: str | None = None) -> Candidate | None:
         """The choice, if it fits the limit and is of the implementation; else the fastest measured candidate that does.
         None where no kernel does: XLA's time alone decides nothing then."""
-        if self._fits(self.choice, workspace_limit, implementation):
+
+        def fits(candidate: Candidate) -> bool:
+            asked = implementation is None or candidate.implementation == implementation
+            return asked and candidate.workspace_bytes(self.key.problem) <= workspace_limit
+
+        if fits(self.choice):
             return self.choice
         timed = sorted((m for m in self.measurements if m.us), key=lambda m: m.us or 0.0)
         legal = (m.candidate for m in timed if m.candidate.refusal(self.key.problem, self.key.target) is None)
-        fitting = [candidate for candidate in legal if self._fits(candidate, workspace_limit, implementation)]
+        fitting = [candidate for candidate in legal if fits(candidate)]
         return fitting[0] if set(fitting) - {XLA} else None
-
-    def _fits(self, candidate: Candidate, workspace_limit: int, implementation: str | None) -> bool:
-        asked = implementation is None or candidate.implementation == implementation
-        return asked and candidate.workspace_bytes(self.key.problem) <= workspace_limit
 
     def dumps(self) -> str:
         """The entry's file: an object, with a line for each measurement."""
@@ -207,12 +210,12 @@ def candidate_from(op: str, data: Any) -> Candidate:
     """The inverse of `Candidate.as_dict` for an operation. Raises InvalidEntry."""
     if not isinstance(data, dict) or not isinstance(name := data.get("family"), str):
         raise InvalidEntry(f"candidate {data!r}; accepted: an object with family and config")
-    if name == XLA.name:
+    if name == _XLA:
         return XLA
     family = next((family for family in kernels.families(op) if family.name == name), None)
     if family is None:
         names = ", ".join(family.name for family in kernels.families(op))
-        raise InvalidEntry(f"family {name!r}; accepted: {names}, {XLA.name}")
+        raise InvalidEntry(f"family {name!r}; accepted: {names}, {_XLA}")
     fields, every = data.get("config"), dataclasses.fields(family.Config)
     names = [field.name for field in every]
     # A config of an older version may lack fields: their defaults mean the same, or the family's ABI was raised.
@@ -227,13 +230,12 @@ def candidate_from(op: str, data: Any) -> Candidate:
 
 def _measurement_from(op: str, data: Any) -> Measurement:
     candidate = candidate_from(op, data)
-    us: Any = data.get("us")
-    error = data.get("error")
+    us, error = data.get("us"), data.get("error")
     if us is None and isinstance(error, str):
         return Measurement(candidate, None, error)
     if error is not None:
         raise InvalidEntry(f"measurement {data!r}; accepted: us or an error")
     # True is an int, and an integer in JSON may be larger than all floats.
-    if type(us) in (int, float) and 0 < us <= sys.float_info.max:
+    if isinstance(us, int | float) and not isinstance(us, bool) and 0 < us <= sys.float_info.max:
         return Measurement(candidate, float(us))
     raise InvalidEntry(f"us {us!r}; accepted: a finite number above 0")

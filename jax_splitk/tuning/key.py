@@ -37,9 +37,6 @@ class Environment:
     cuda_major: int
     abi: tuple[str, ...]
 
-    def target(self) -> Target:
-        return Target(self.platform, self.device_kind, self.compute_capability, self.cores)
-
     def __str__(self) -> str:
         machine = f"{self.platform}, {self.cores} cores, CUDA {self.cuda_major}"
         return f"{self.device_kind} ({machine}, {', '.join(self.abi)})"
@@ -60,7 +57,8 @@ class Key:
 
     @functools.cached_property
     def target(self) -> Target:
-        return self.environment.target()
+        e = self.environment
+        return Target(e.platform, e.device_kind, e.compute_capability, e.cores)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as in an entry's file (tuples become lists)."""
@@ -84,7 +82,7 @@ class Key:
 
 def key_for(problem: Problem, target: Target) -> Key:
     """The key of a problem's entry on `target`."""
-    return _key(problem, target, tuple(serving(problem, target)))
+    return _key(problem, target, serving(problem, target))
 
 
 @functools.lru_cache(maxsize=4096)  # a key keeps its text and file, which take longer than the rest of a lookup

@@ -104,7 +104,9 @@ def announce(choice: Choice, options: Options) -> None:
     if silent:
         return
     if choice.kernel_blocked and once.state.is_first("kernel blocked", choice.because):
-        _logger.warning("%s: XLA where a kernel would serve: %s (said once for each reason)", choice.problem, choice.why)
+        _logger.warning(
+            "%s: XLA where a kernel would serve: %s (said once for each reason)", choice.problem, choice.why
+        )
     elif _logger.isEnabledFor(logging.INFO) and once.state.is_first("announced", choice.problem, choice.because):
         what = "XLA" if choice.candidate == XLA else f"{choice.implementation} {choice.candidate}"
         _logger.info("%s: %s (%s)", choice.problem, what, choice.why)

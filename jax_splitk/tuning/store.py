@@ -20,20 +20,23 @@ from jax_splitk.tuning import once, table
 from jax_splitk.tuning.entry import Entry, Found, InvalidEntry
 from jax_splitk.tuning.key import FOLDER_PREFIX, Environment, Key
 
+# A cache's name, by whether it is the writable one.
+_NAMES = {True: "user cache", False: "read-only cache"}
+
 
 def layers() -> list[tuple[str, pathlib.Path]]:
     """(name, folder) of the layers, in the order of their precedence."""
     own = disk.cache_dir()
-    caches = [("user cache" if folder == own else "read-only cache", folder) for folder in disk.folders()]
-    return [*caches, ("shipped table", table.FOLDER)]
+    return [*((_NAMES[folder == own], folder) for folder in disk.folders()), ("shipped table", table.FOLDER)]
 
 
 def cached(key: Key) -> Iterator[Found]:
     """The caches' entries for `key`, in the order of their precedence."""
-    for name, folder in () if disk.mode() == "off" else layers()[:-1]:
+    own = disk.cache_dir()
+    for folder in () if disk.mode() == "off" else disk.folders():
         entry = read(os.path.join(folder, key.file), key)  # building a pathlib.Path takes longer than finding no file
         if entry is not None:
-            yield Found(entry, name)
+            yield Found(entry, _NAMES[folder == own])
         once.state.result(("old entries", folder), functools.partial(_look_for_old_entries, folder))
 
 

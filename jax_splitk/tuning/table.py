@@ -33,26 +33,18 @@ def path_for(op: str, device_kind: str) -> pathlib.Path:
     return FOLDER / re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) / f"{op}.json"
 
 
-@functools.lru_cache(maxsize=256)
-def machine_of(environment: Environment) -> dict[str, Any]:
-    """How a table names its machine: an environment without the families."""
-    fields = dataclasses.asdict(environment)
-    del fields["abi"]
-    return fields
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A table's file as plain data; `rows` is keyed by the text of the problems."""
 
-    machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    machine: Environment | None = None
     abi: frozenset[str] = frozenset()
     rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def entry(self, key: Key) -> Entry | None:
         """The entry for a key; None where the table has none. Raises InvalidEntry for a row that cannot be used."""
         row = self.rows.get(_text(dataclasses.asdict(key.problem)))
-        if row is None or self.machine != machine_of(key.environment):
+        if row is None or self.machine != dataclasses.replace(key.environment, abi=()):
             return None
         changed = set(key.environment.abi) - self.abi
         if changed:
@@ -90,6 +82,6 @@ def read(path: pathlib.Path) -> Table:
         data = json.loads(text)
         abi = frozenset(f"{name}:{version}" for name, version in data["abi"].items())
         rows = {_text({**data["defaults"], **row["problem"]}): row for row in data["rows"]}
-        return Table(data["machine"], abi, rows)
+        return Table(Environment(**data["machine"], abi=()), abi, rows)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidEntry(f"it is not a table ({type(error).__name__}: {error})") from None
