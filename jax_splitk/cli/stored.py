@@ -83,10 +83,10 @@ def read_table(path: pathlib.Path) -> list[Stored]:
     except _DAMAGE as error:
         return [Stored(path, None, str(error))]
     rows: list[Stored] = []
-    for text in found.rows if found.machine else ():
+    for text in found.rows:
         try:
             problem = keys.problem_from_dict(path.stem, json.loads(text))
-            key = keys.key_for(problem, keys.Key(problem, found.machine).target)
+            key = keys.key_for(problem, found.target)
             entry = found.entry(key)
             rows.append(Stored(path, entry, f"for another version of CUDA: {problem}", foreign=entry is None))
         except _DAMAGE as error:

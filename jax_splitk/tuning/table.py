@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_splitk.runtime import disk
+from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import once
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, InvalidEntry, legal_candidate
@@ -40,6 +41,14 @@ class Table:
     machine: Environment | None = None
     abi: frozenset[str] = frozenset()
     rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def target(self) -> Target:
+        """The table's machine, of a table that has rows."""
+        machine = self.machine
+        if machine is None:
+            raise InvalidEntry("the table is empty")
+        return Target(machine.platform, machine.device_kind, machine.compute_capability, machine.cores)
 
     def entry(self, key: Key) -> Entry | None:
         """The entry for a key; None where the table has none. Raises InvalidEntry for a row that cannot be used."""
