@@ -142,7 +142,7 @@ def cost_model(query: Query) -> Choice | None:
     faster = None
     if not options.explicit:
         # A pass that the caller did not name stays XLA's in doubt.
-        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.quiet)
+        faster = certainty.faster_xla(candidate, seconds, problem, target, doubted=not options.implied)
     if faster is not None:
         said = f"XLA {faster * 1e6:.1f} us, {candidate.name} {seconds * 1e6:.1f} us"
         return Choice(problem, XLA, f"the cost model predicts that XLA is faster ({said})")

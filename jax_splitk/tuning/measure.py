@@ -1,4 +1,4 @@
-"""Timing of candidates on the local device, in turns, with inputs that rotate past the caches."""
+"""Timing candidates on the local device: ahead-of-time compiled calls over rotated inputs, candidates in turns."""
 
 import concurrent.futures
 import contextlib
@@ -27,40 +27,42 @@ from jax_splitk.tuning.entry import Measurement
 
 _logger = logging.getLogger("jax_splitk")
 
-# Bytes of inputs to rotate: an H200's L2 holds 50 MiB, so that inputs come from memory, as in training.
+# An H200's L2 holds 50 MiB; inputs that together are several times larger come from memory, as in training.
 ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
 MAX_INPUT_SETS = 24
-# Sets in one executable: XLA prepares each convolution in it by itself, with cuDNN's plan, for up to 0.2 s.
+# Of one executable: XLA prepares each convolution in it by itself, cuDNN's plan included, for up to 0.2 s.
 CALLED_TOGETHER = 4
 WARM_UP_CALLS = 3  # of an executable: the first ones load code
-ROUND_SECONDS = 3e-3  # of a round by the wall clock
-DEVICE_ROUND_SECONDS = 1.5e-3  # of a round by the profiler
+ROUND_SECONDS = 3e-3  # by the wall clock
+DEVICE_ROUND_SECONDS = 1.5e-3
 DEVICE_ROUNDS = 3
 PROFILES = (
-    2  # attempts in the finals: a pause of the host can spoil a profile, and the clock says little of short kernels
+    2  # that are taken of what decides: a pause of the host can spoil one, and clocks tell little of short kernels
 )
-MAX_TRACED_CALLS = 48  # in a round: the host takes longer to start short kernels than they run
-SCREENING_CALLS = 24  # in a single round
+MAX_TRACED_CALLS = 48  # the host takes longer to start short ones than they do
+SCREENING_CALLS = 24
+KIND_ROUNDS = 4
 LOCK_SECONDS = 0.2
-# Compiler options of what runs while another search may hold the device: no CUDA graphs. A thread that launches a graph
-# while another's profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
+# For what runs while another search may hold the device: no CUDA graphs. A thread that launches one while another's
+# profile begins can end CUDA's context ("unspecified launch failure"; jaxlib 0.11.2, driver 580).
 WITHOUT_GRAPHS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 2**30}
-# Accepted relative error against XLA's result: rounding to the output's dtype, and float32 accumulation.
+# Relative norm of the difference from XLA's result: rounding to the output's dtype, and fp32 accumulation.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
-MOST_OF_XLAS = 10  # times the tolerance: a result of XLA's that is further off excuses no candidate
+MOST_OF_XLAS = 10  # times that: what is further off is wrong, whoever computed it
 
 
 @dataclasses.dataclass
 class Contestant:
-    """A candidate that compiled. `run()` starts it once on every set of inputs, and does not wait."""
+    """A candidate that compiled: `run()` executes it once on every input set, without waiting."""
 
     candidate: Candidate
     run: Callable[[], Any]
-    times: list[float] = dataclasses.field(default_factory=list)  # microseconds of a call, by the wall clock
-    device_times: list[float] = dataclasses.field(default_factory=list)  # microseconds of a call, by the profiler
+    times: list[float] = dataclasses.field(default_factory=list)  # microseconds a call
+    device_times: list[float] = dataclasses.field(default_factory=list)  # the same, by the profiler
     error: str | None = None  # why it failed while it was timed
-    module: str = ""  # its name in profiles
-    warm_us: float = 0.0  # microseconds of a call in the last warm-up; the host may have delayed it
+    module: str = ""  # as which the profiler knows it
+    warm_us: float = 0.0  # a call's part of the last warm-up, which the host may have held up
+    of_kind: Callable[[int], Any] | None = None  # runs a call of one executable on operands of one kind alone
 
     @property
     def us(self) -> float:
@@ -82,20 +84,20 @@ class Contestant:
 
 
 class GivenUp(BaseException):
-    """Nobody waits for the measurement any more. It is not recorded as a failure of a candidate."""
+    """Nobody waits for the measurement any more. No failure of a candidate, which would be recorded."""
 
 
 def plans_of(problem: Problem, candidates: Iterable[Candidate]) -> dict[Candidate, Any]:
-    """The plans of our candidates; for a candidate without one, the reason as a string."""
+    """The plans of our candidates, or why there is none."""
     return {c: _attempt(lambda c=c: c.plan(problem)) for c in candidates if c != XLA}
 
 
 def compile_together(
     problem: Problem, candidates: Sequence[Candidate], given_up: threading.Event
 ) -> dict[Candidate, Any]:
-    """As `plans_of`, after their device code was compiled in parallel processes."""
+    """`plans_of`, after their device code is compiled in parallel processes."""
     plans = plans_of(problem, candidates)
-    # A candidate's error is raised again, and recorded, when the candidate itself is compiled.
+    # An error comes again, and is recorded, for the candidate that it belongs to.
     with contextlib.suppress(Exception):
         compiler.compile_sources({plan.source for plan in plans.values() if isinstance(plan, DevicePlan)}, given_up)
     return plans
@@ -103,20 +105,19 @@ def compile_together(
 
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
-    """In the block, and in this thread, functions are jitted and operands are copied, whatever the program's
-    configuration forbids."""
+    """Measurements run jitted functions and copy their operands, whatever the program's configuration allows it to do;
+    for this thread."""
     with jax.disable_jit(False), jax.transfer_guard("allow"), watch.state.tracing_only():
         yield
 
 
 class Bench:
-    """What the measurements of one problem's candidates share: inputs, a reference result, compiled candidates.
+    """Everything that timing one problem's candidates shares: inputs, reference result, compiled candidates.
 
     Attributes:
-      running: the candidate that the device runs now, and since when (`time.monotonic`), for the thread that watches.
-      waited: seconds in which other searches had the device, or XLA chose kernels for them. The budget does not count
-        them.
-      given_up: set by the thread that watches: nothing more is run.
+      running: what the device runs at present and since when (`time.monotonic`), for a thread that watches.
+      waited: seconds in which other searches had the device, or XLA chose for them: no part of this one's budget.
+      given_up: set by that thread: nothing more is run.
     """
 
     running: tuple[Candidate, float] | None = None
@@ -129,22 +130,20 @@ class Bench:
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
-        sets = min(MAX_INPUT_SETS, max(2, math.ceil(wanted)))
-        # Each execution has as many sets.
-        self.sets = sets if sets <= CALLED_TOGETHER else -(-sets // CALLED_TOGETHER) * CALLED_TOGETHER
+        self.sets = _whole_groups(min(MAX_INPUT_SETS, max(2, math.ceil(wanted))), self.operation.kinds)
         drawn = [self.operation.random_operands(problem, i) for i in range(self.sets)]
         with self._device():
             self._inputs = jax.block_until_ready(jax.device_put(drawn))
 
     @property
     def _executions(self) -> int:
-        """How many executions run a contestant on every set once."""
+        """Executions in which a contestant runs on every set once."""
         return math.ceil(self.sets / CALLED_TOGETHER)
 
     @functools.cached_property
-    def _reference(self) -> jax.Array:
-        """XLA's result in float32, by any of its kernels: none is timed, which would disturb measurements. It takes
-        seconds to compile, and up to one to run."""
+    def _references(self) -> list[jax.Array]:
+        """The float32 result for operands of each kind, by whichever of XLA's kernels: none of them is timed, which
+        would disturb what is. They take seconds to compile and may take one to run."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
         options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}
         function = self.operation.check or self.operation.reference
@@ -152,8 +151,8 @@ class Bench:
         return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
-        """Compiles candidates in parallel and checks their results. Returns those that work, and a measurement with an
-        error for each of the others."""
+        """Compiles in parallel and checks the results; candidates that fail or are wrong come back as measurements
+        with an error."""
         plans = compile_together(self.problem, candidates, self.given_up)
         failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -170,7 +169,7 @@ class Bench:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
 
-    @usual_settings()  # it runs in threads of a pool, which have settings of their own
+    @usual_settings()  # it runs in the threads of a pool
     def _compile(self, candidate: Candidate, plan: Any) -> Contestant:
         self._check_given_up()
         problem = self.problem
@@ -186,7 +185,7 @@ class Bench:
             return [one(*operands) for operands in inputs]
 
         groups = [self._inputs[i : i + CALLED_TOGETHER] for i in range(0, self.sets, CALLED_TOGETHER)]
-        # A profile of several candidates tells them apart by these names.
+        # A name of its own, by which a profile of several tells them apart.
         every_set.__name__ = f"jax_splitk_{zlib.crc32(f'{problem} {candidate}'.encode()):08x}"
         lowered = jax.jit(every_set).lower(groups[0])
         times = candidate == XLA and not self._has_chosen()  # XLA times cuDNN's kernels
@@ -197,7 +196,7 @@ class Bench:
         return Contestant(candidate, run, module=f"jit_{every_set.__name__}", of_kind=of_kind)
 
     def _has_chosen(self) -> bool:
-        """Whether XLA has chosen its kernels for the problem. If not, it chooses now, for the next problems as well."""
+        """Whether XLA has chosen its kernels for the problem, which it does for the next ones as well."""
         if self.platform != "cuda":
             return False
         with self._device():
@@ -220,9 +219,9 @@ class Bench:
         wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
         return next(filter(None, wrong), None)
 
-    def _wrong(self, result: jax.Array) -> str | None:
-        """Why a result is wrong; None if it is not. Most results are near XLA's own. The error of others is compared
-        with XLA's error: XLA's kernels differ among themselves by more than ours do where sums are long."""
+    def _wrong(self, kind: int, result: jax.Array) -> str | None:
+        """Why a result for operands of a kind is wrong. Most results are near XLA's own; the others have their error
+        compared with XLA's: its kernels differ among themselves, by more than ours do where sums are long."""
         accepted = TOLERANCE[self.problem.out_dtype]
         if self._xlas and float(_relative_error(result, self._xlas[kind])) <= accepted:
             return None
@@ -236,8 +235,7 @@ class Bench:
         return f"differs from XLA's: relative error {error:.1e}, accepted: {accepted:.0e}"
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """Adds up to `rounds` wall-clock timings to each contestant, in turns: at least one, the others until the
-        deadline."""
+        """Adds up to `rounds` timings to each contestant, in turns; at least one, then until the deadline."""
         for _ in range(rounds):
             for contestant in contestants:
                 if contestant.times and time.monotonic() > deadline:
@@ -250,8 +248,8 @@ class Bench:
                         contestant.times.append(timed)
 
     def time_again(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """As `time`, but in place of the earlier timings, with as many for each contestant. Where the time does not
-        suffice for two rounds of all, the earlier timings stay as well."""
+        """The same, in place of the earlier timings, with as many for each; where there is no time for two rounds of
+        all, the earlier ones stay with them."""
         again = [dataclasses.replace(contestant, times=[]) for contestant in contestants]
         self.time(again, rounds, deadline)
         whole = min((len(new.times) for new in again if new.error is None), default=0)
@@ -260,12 +258,9 @@ class Bench:
             contestant.error = new.error
 
     def time_on_device(self, contestants: Sequence[Contestant], rounds: int = DEVICE_ROUNDS, profiles: int = 1) -> bool:
-        """Sets the contestants' device times, by the profiler and in turns. They leave out the host's part, which at
-        these sizes is as large as the differences.
-
-        A single round runs each contestant a few times; a single contestant gets one round. Returns False, and changes
-        nothing, where none of `profiles` profiles succeeds (on the CPU, or while the user takes one).
-        """
+        """Device times of the contestants, in turns, by the profiler: free of the host's part, which at these sizes
+        is as large as the differences. A single round is of a few calls; a single contestant has one round. False, and
+        nothing changed, where so many profiles give none (on the CPU, or while the user takes one)."""
         if self.platform != "cuda" or not contestants:
             return False
         counts = [self._calls(contestant, rounds) for contestant in contestants]
@@ -296,12 +291,12 @@ class Bench:
             return self._on_device(contestant.candidate, lambda: [fastest(kind) for kind in kinds])
 
     def _alone(self, contestant: Contestant) -> float:
-        """One timing by the wall clock, while no other search holds the device."""
+        """A round by the wall clock, while no other search holds the device."""
         with self._device():
             return self._on_device(contestant.candidate, lambda: self._round(contestant))
 
     def _calls(self, contestant: Contestant, rounds: int) -> int:
-        """How often to run a contestant in one round of a profile."""
+        """How often to run it while a profile is taken."""
         us = contestant.us if math.isfinite(contestant.us) else contestant.warm_us
         wanted = math.ceil(DEVICE_ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
         return max(1, min(wanted, (SCREENING_CALLS if rounds == 1 else MAX_TRACED_CALLS) // self.sets))
@@ -309,8 +304,8 @@ class Bench:
     def _device_times(
         self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
     ) -> Sequence[Sequence[float]]:
-        """For each round, the microseconds of a call of each contestant. One profile has all rounds, since it takes
-        longer to start and read a profile than to run what it shows."""
+        """Of each round microseconds a call of each contestant, all from one profile: to start and read one takes
+        longer than what it shows."""
         together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
         asked = time.monotonic()
 
@@ -332,7 +327,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _device(self) -> Iterator[None]:
-        """In the block no other search times or draws anything, and XLA times nothing for another search."""
+        """While the block runs, no other search times or draws anything, nor does XLA for one."""
         asked = time.monotonic()
         with self._held():
             self.waited += time.monotonic() - asked
@@ -340,7 +335,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """As `_device`, where the caller counts the time that it waits."""
+        """The same, where the caller knows what was waited for."""
         lock = device.state.lock
         while not lock.acquire(timeout=LOCK_SECONDS):
             self._check_given_up()
@@ -375,15 +370,25 @@ class Bench:
 
 
 def _run(contestant: Contestant, repeats: int) -> None:
-    """Runs a contestant `repeats` times, and waits for the last result."""
+    """Runs it so often, and waits for the last."""
     result = None
     for _ in range(repeats):
         result = contestant.run()
     jax.block_until_ready(result)
 
 
+def _whole_groups(sets: int, kinds: int = 1) -> int:
+    """At least so many sets that calls share them evenly, as many of each kind."""
+    if sets <= CALLED_TOGETHER:
+        few = -(-sets // kinds) * kinds
+        if few <= CALLED_TOGETHER:
+            return few
+    each = math.lcm(CALLED_TOGETHER, kinds)
+    return -(-sets // each) * each
+
+
 def _attempt(what: Callable[[], Any]) -> Any:
-    """The result of `what`, or its exception's message as a string: one candidate must not end the search."""
+    """The result of `what`, or the message of its exception as a string: one candidate must not end the search."""
     try:
         return what()
     except Exception as error:
@@ -392,8 +397,8 @@ def _attempt(what: Callable[[], Any]) -> Any:
 
 @functools.partial(jax.jit, compiler_options=WITHOUT_GRAPHS)
 def _relative_error(out: jax.Array, exact: jax.Array) -> jax.Array:
-    """The norm of the difference over the norm of `exact`; where that is zero, the greatest number of the output.
-    Computed on the device, since an output may have hundreds of megabytes."""
+    """Norm of the difference over that of `exact`; the greatest number where that is zero. On the device, for an
+    output may have hundreds of megabytes."""
     out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
     scale = jnp.linalg.norm(exact)
     return jnp.where(scale > 0, jnp.linalg.norm(out - exact) / scale, jnp.max(jnp.abs(out), initial=0))

@@ -1,4 +1,4 @@
-"""What callers may ask of the selection, in a call or for a block of code."""
+"""What callers may ask of the selection: per call, or for a block of code."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,13 @@ DEFAULT_WORKSPACE_LIMIT = 256 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the caller asked for; `jax_splitk.conv_wgrad` documents the fields. None stands for the value of the
-    enclosing blocks, then for the default.
+    """What the caller asked for; see `jax_splitk.conv_wgrad` for each field. None leaves it to the enclosing blocks,
+    then to the defaults.
 
-    Attributes:
-      tuning: the `TuningResult` that was in force when the operation was traced.
-      quiet: whether the caller named another operation, which this pass belongs to. It is lax's, and is not mentioned,
-        unless a kernel competes.
-      alone: whether it is a quiet forward pass without a gradient (the model is initialised or evaluated). Existing
-        decisions hold for it, but a miss is not measured.
+    `tuning` holds the decisions of a `TuningResult` that was active when the operation was traced. `implied` marks a
+    pass of a convolution that the caller did not name: it is lax's without a word, unless a kernel competes.
+    `forward_only` marks an implied forward pass without a gradient, as where a model is initialised or evaluated: the
+    decisions that there are hold for it, and no miss is measured.
     """
 
     config: Any = None
@@ -38,15 +36,15 @@ class Options:
 
     @property
     def explicit(self) -> bool:
-        """Whether only what was asked for may serve."""
+        """Whether nothing else may serve than what was asked for."""
         return self.implementation is not None or self.config is not None
 
     def without_config(self) -> "Options":
-        """For another problem, for which the config was not made."""
+        """For another problem, which the config was not made for."""
         return dataclasses.replace(self, config=None)
 
-    def of_another_pass(self, *, quiet: bool = True, alone: bool = False) -> "Options":
-        """For another pass of the convolution, which the implementation may not be able to serve."""
+    def of_another_pass(self, *, implied: bool = True, forward_only: bool = False) -> "Options":
+        """For another pass of a convolution, where an implementation may not be able to serve."""
         implementation = "xla" if self.implementation == "xla" else None
         return dataclasses.replace(
             self, config=None, implementation=implementation, implied=implied, forward_only=forward_only
@@ -59,14 +57,14 @@ class Options:
 
 
 def settled(op: str, call: Options) -> Options:
-    """The options of a call, completed from the enclosing blocks and checked by `check_options`."""
+    """A call's options on top of the enclosing blocks', as `check_options` accepts them."""
     options = _merged(call)
     check_options(op, options)
     return options
 
 
 def check_options(op: str, options: Options) -> None:
-    """Raises ValueError or TypeError for options that are wrong for every problem of the operation."""
+    """Raises ValueError or TypeError for options that no problem of the operation could make right."""
     if options.implementation not in (None, *IMPLEMENTATIONS):
         accepted = ", ".join(map(repr, IMPLEMENTATIONS))
         raise RefusedValue(f"implementation={options.implementation!r}; accepted: None, {accepted}")
@@ -92,8 +90,8 @@ def check_options(op: str, options: Options) -> None:
 
 
 def wrong_field(config: Any) -> str | None:
-    """The first field of a config that does not have exactly its type, in words; None where all have. Families rely on
-    exact types: bool is a subclass of int, and 2.0 equals 2."""
+    """A field of a family's config that is not of exactly its type (bool is an int, and 2.0 equals 2), None where all
+    are: families take it for granted."""
     for field in dataclasses.fields(config):
         value, accepted = getattr(config, field.name), field.type
         if type(value) is not accepted:
@@ -102,11 +100,11 @@ def wrong_field(config: Any) -> str | None:
 
 
 def _name(kind: Any) -> str:
-    """A type's name, with its module unless that is Python's own: NumPy, too, has types called bool and str."""
+    """With the module where it is not Python's own: NumPy, too, has types called bool and str."""
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-# Part of jit's cache key: under other options a function is traced again. None stands for the default options.
+# Part of jit's cache key, so that a function traced under other options is traced again. None is the default.
 _context = jax.make_user_context(None)
 
 
@@ -137,7 +135,7 @@ def options(
 
 
 def using(tuning: Any) -> contextlib.AbstractContextManager[Any]:
-    """A block in which a `TuningResult` decides first (see its `__enter__`)."""
+    """A block in which a `TuningResult` comes first (see its `__enter__`)."""
     return _context(dataclasses.replace(current(), tuning=tuning))
 
 
@@ -147,7 +145,7 @@ def current() -> Options:
 
 
 def _merged(call: Options) -> Options:
-    """The options of a call, completed from the enclosing blocks."""
+    """A call's options on top of the enclosing blocks'."""
     outer = current()
     implementation = outer.implementation if call.implementation is None else call.implementation
     limit = outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes

@@ -1,8 +1,8 @@
-"""The search: rank candidates by the cost model, time the best few, refine around the winner, race XLA.
+"""The search: rank by the cost model, time the best few, refine around the winner, race XLA.
 
-Successive halving over the ranked candidates is followed by a local search over the family's neighbouring configs.
-CUTLASS's maintainers advise to tune weight gradients in the order of the ranking: tile shapes first, then the number of
-splits that fills whole waves.
+Successive halving over the ranked candidates, then a local search over the family's neighbouring configs; the order in
+which CUTLASS's maintainers advise to tune weight gradients (tile shapes first, then the split count that fills whole
+waves) is the order of the ranking.
 """
 
 import concurrent.futures
@@ -36,28 +36,29 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
 _logger = logging.getLogger("jax_splitk")
 
-# Factors are of predicted or measured times, against the fastest candidate's unless the comment names another.
-# The best candidate without splits is timed up to this factor. The models expected 1.23 for a product
+# Times as slow as the best by the models: what has no splits is still timed. The models expected 1.23 of a product
 # (1024x2048x50304) that was as fast without.
 UNSPLIT = 1.25
-FIRST_ROUND = 24  # most candidates that are timed first; half of the search's time is for compiling them
-FEWEST = 6  # fewest of them, where the model is sure
-KERNELS = 10  # most kernels that are compiled for them
-HOPELESS = 2.5  # families whose best candidate is predicted to be slower by more are not tried
-# Neighbours that are predicted to be slower by more are not tried. Of 147 searches none would have lost more than 1.5%.
+FIRST_ROUND = 24  # candidates at most that are timed at first; half of the search's time is for compiling them
+FEWEST = 6  # likewise at least, where the model is sure
+HOPELESS = 2.5  # times as slow as the best by the models: a family whose own best is slower is not tried
+# Steps that the model expects to take longer than this many times the fastest are not made. Of 147 searches none would
+# have lost more than 1.5%.
 SLOWER_STEP = 1.1
-GIVE_UP = 1.3  # against XLA: of 272 searches none that was slower after the first round came to win
-CPU_BATCH = 8  # fewest candidates of a batch, where compiling takes no time
+GIVE_UP = 1.3  # times as slow as XLA: of 272 searches none whose first round was slower came to win
+KERNELS = 10  # at most that are compiled for it
+CPU_BATCH = 8  # at least so many of them, which take no time to compile
 FINALISTS = 4
-FINALIST = 1.2  # a candidate that is slower on the device by more does not come to win
-# The finals are unclear where the model's own choice is slower by a factor in this range, or their rounds disagree. Of
-# 72 searches that were made twice 6 came to another choice, 4 of them for this reason.
+FINALIST = 1.2  # times as slow as the fastest on the device: one that is slower does not come to win
+# Times as slow as the fastest: where the model's own choice is between these two, or the rounds of the finals disagree,
+# a few of them do not say whether it is beaten. Of 72 searches made twice 6 came to another choice, 4 of them so.
 UNCLEAR = 1.01, 1.05
-UNCLEAR_ROUNDS = 7  # for the fastest candidates then
+UNCLEAR_ROUNDS = 7  # for those near the fastest where that is so
+BAD_ON_ONE = 1.5  # times as slow as the fastest finalist on one kind of operands: such a finalist is not chosen
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
-SEARCH_SHARE = 0.65  # share of the budget in which the search may begin something; the rest is for the finals
-LAST_SHARE = 0.9  # share of the budget in which the search should end
-LATE_ROUNDS = 2  # rounds of the finals when that time is over: fewer cannot be told from noise
+SEARCH_SHARE = 0.65  # of the budget, in which the search may begin something; the rest is for the finalists
+LAST_SHARE = 0.9  # of the budget, in which it must be expected to end
+LATE_ROUNDS = 2  # of the finalists where it has not: fewer cannot be told from noise
 
 
 def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:
@@ -66,23 +67,23 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
 
 
 def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[tuple[float, Candidate]]:
-    """As `ranked`, each with the seconds that the cost model predicts."""
+    """The same, each with the seconds that the cost model predicts."""
     return list(_ranking(key, workspace_limit, _families(key)))
 
 
-@functools.lru_cache(maxsize=512)  # compiling ahead and the search itself ask for the same
+@functools.lru_cache(maxsize=512)  # what is compiled ahead, and the search itself, ask for the same
 def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tuple[tuple[float, Candidate], ...]:
     found: list[tuple[float, Candidate]] = []
     for family in families:
         allowed = _allowed(key, workspace_limit, family)
         seconds = family.estimates(key.problem, [candidate.config for candidate in allowed], key.target)
         found += zip(seconds, allowed, strict=True)
-    return tuple(sorted(found, key=lambda of: of[0]))  # equal estimates stay in the order of the families
+    return tuple(sorted(found, key=lambda of: of[0]))  # as they were found, where estimates are equal
 
 
 def is_served(key: Key, workspace_limit: int) -> bool:
-    """Whether `ranked` has any candidate. A ranking itself takes a tenth of a second for some problems."""
-    # The last families take most problems. Some of the others have thousands of configs to choose from.
+    """Whether `ranked` has any, without a ranking, which takes a tenth of a second for some problems."""
+    # Families that take a part of the problems come first, and some have thousands of configs to choose from.
     return any(_allowed(key, workspace_limit, family) for family in reversed(_families(key)))
 
 
@@ -92,7 +93,7 @@ def _families(key: Key) -> tuple[Family, ...]:
 
 @functools.lru_cache(maxsize=2048)
 def _allowed(key: Key, workspace_limit: int, family: Family) -> tuple[Candidate, ...]:
-    """A family's candidates that are legal and fit in the limit."""
+    """A family's candidates that are legal and fit the limit."""
     if family.refusal(key.problem, None, key.target) is not None:
         return ()
     found = (Candidate(family, config) for config in family.candidates(key.problem, key.target))
@@ -105,15 +106,15 @@ def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
 
 
 class Search:
-    """One search and its results so far, which the thread that watches it may read, and which it may give up.
+    """One search, and what it has found so far, for the thread that watches it and may give it up.
 
     Attributes:
       bench: where the candidates run; None before it is set up.
       xla: XLA's contestant, once it has run.
-      contestants: our candidates that compiled and computed the right result.
-      failures: our candidates that did not.
-      tried: all candidates that were prepared.
-      given_up: set by the thread that watches: nothing more is compiled or run, and what is running ends by itself.
+      contestants: ours that compiled and computed the right result.
+      failures: those that did not.
+      tried: all that were looked at.
+      given_up: set by that thread: nothing more is compiled or run, and what is running ends by itself.
     """
 
     def __init__(self, key: Key, workspace_limit: int, old: Entry | None, seconds: float) -> None:
@@ -129,24 +130,25 @@ class Search:
         self.failures: list[Measurement] = []
         self.tried: set[Candidate] = set()
         self.given_up = threading.Event()
-        # How many candidates a batch has. A GPU's kernels take seconds to compile.
+        # What is prepared at once. A GPU's kernels are compiled, which takes seconds.
         self._at_once = max(usable_cores(), 1 if key.target.platform == "cuda" else CPU_BATCH)
-        self._compile_seconds = 0.0  # of a batch
+        self._compile_seconds = 0.0  # of as many
+        self._lacks_memory = False  # whether XLA cannot compute it for that reason
         self._limit = workspace_limit
         self._old = old
         self._first = first_round(key, ranking)
 
     def _now(self) -> float:
-        """The time for the budget: it stands still while the search waits for others."""
+        """The time by which the budget counts: it stands still while the search waits for others."""
         return time.monotonic() - (0.0 if self.bench is None else self.bench.waited)
 
     def stuck(self) -> Candidate | None:
-        """The candidate that has been running on the device for longer than anything that comes back."""
+        """What has been running on the device for longer than anything that comes back."""
         running = None if self.bench is None else self.bench.running
         return running[0] if running is not None and time.monotonic() - running[1] > STUCK_SECONDS else None
 
     def run(self) -> Entry:
-        """Searches. Raises RuntimeError where XLA cannot compute the problem, `GivenUp` if the search is given up."""
+        """Searches; raises RuntimeError where XLA cannot compute the problem, `GivenUp` where it was given up."""
         with jax.default_device(jax.local_devices()[0]):
             first = self._first_candidates()
             bench, xla = self._start(first)
@@ -164,8 +166,9 @@ class Search:
             )
             return self._entry(XLA, self.contestants)
         if device.state.poisoned_by == self.key.problem:
-            device.state.poisoned_by = None  # the device works although a candidate failed
-        entry = self._entry(decide(_working(finalists), xla, self._predicted).candidate, self.contestants)
+            device.state.poisoned_by = None  # whatever failed, the device goes on
+        working = self._steady(bench, _working(finalists))
+        entry = self._entry(decide(working, xla, self._predicted).candidate, self.contestants)
         times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
         return entry
@@ -175,29 +178,29 @@ class Search:
         return self.ranking[0] if self.ranking else None
 
     def compile_first(self) -> None:
-        """Begins to compile what the search will need first: its first candidates, and the neighbours of the model's
-        choice."""
+        """Begins to compile what the search will ask for, as far as that is known: its first candidates, and the steps
+        from what the model predicts to be the fastest."""
         first = self._first_candidates()
         self._compile_ahead([*first, *(step for best in first[:1] for step in self._neighbours(best))])
 
     def _compile_ahead(self, candidates: list[Candidate]) -> None:
         plans = plans_of(self.key.problem, candidates).values()
-        with contextlib.suppress(Exception):  # an error is raised again, and recorded, when the candidate is compiled
+        with contextlib.suppress(Exception):  # errors come again, and are recorded
             compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
 
     def _first_candidates(self) -> list[Candidate]:
-        """The best candidates of an earlier entry, and the best by the model."""
+        """The best of an earlier entry, and the best by the model."""
         if self._old is None:
             return self._first
         ours = [m for m in self._old.measurements if m.us is not None and m.candidate != XLA]
-        # An entry's choice was checked when it was read, its measurements were not.
+        # Only an entry's choice was checked.
         allowed = [m for m in ours if _is_allowed(m.candidate, self.key, self._limit)]
         again = [m.candidate for m in sorted(allowed, key=lambda m: m.us or 0.0)[:FINALISTS]]
         held = [c for c in (self._old.choice, *again) if c != XLA and _is_allowed(c, self.key, self._limit)]
         return list(dict.fromkeys([*self._first[:1], *held, *self._first]))
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
-        """The bench, and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
+        """The bench and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
             meanwhile.submit(self._compile_now, first[: self._at_once])
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
@@ -224,7 +227,7 @@ class Search:
         return joined
 
     def _prepare_first(self, bench: Bench, first: list[Candidate]) -> float:
-        """Prepares the first round within half of the search's time. Returns the seconds that a batch may take."""
+        """Prepares the first round for half of the search's time; the seconds that a batch of candidates may take."""
         taken = self._compile_seconds
         for i in range(0, len(first), self._at_once):
             preparing = self._now()
@@ -237,26 +240,26 @@ class Search:
         return taken
 
     def _compile_steps(self, bench: Bench) -> None:
-        """Begins to compile the neighbours of the fastest candidate so far, while others of the first round are
-        prepared and timed. Only device code takes long to compile."""
+        """Begins to compile the steps from the fastest until now, if there is device code in them, while others of the
+        first round are prepared and timed."""
         if self.key.target.platform == "cuda":
             self._screen(bench, [c for c in (self.xla, *self.contestants) if c is not None])
             if (best := _fastest(_working(self.contestants))) is not None and self._may_win(best):
                 self._compile_ahead(self._neighbours(best.candidate))
 
     def _screen(self, bench: Bench, contestants: list[Contestant]) -> None:
-        """Times the contestants that are not timed yet, once, by the profiler where possible: the wall clock also shows
-        how long the host takes to start short kernels, and what other threads take from it."""
+        """Times those that are not timed yet: once by the profiler, where that can be, for the wall clock shows what
+        the host takes to start short kernels, and what other threads take from it."""
         new = [contestant for contestant in contestants if not contestant.is_timed]
         if new and not bench.time_on_device(_working(new), rounds=1):
             bench.time(new, 3, self._deadline + bench.waited)
 
     def _may_win(self, best: Contestant) -> bool:
-        """Whether a neighbour of our fastest candidate may be faster than XLA."""
+        """Whether steps from our fastest may be faster than XLA."""
         return self.xla is None or self.xla.error is not None or best.us <= GIVE_UP * self.xla.us
 
     def _refine(self, bench: Bench, taken: float) -> None:
-        """Steps to the neighbours of the fastest candidate until none is faster, none can win, or the time is over."""
+        """Steps to the neighbours of the fastest until none is faster, it is hopeless, or the time is over."""
         while self.contestants and self._now() < self._deadline:
             started, best = self._now(), _fastest(self.contestants)
             if not self._may_win(best):
@@ -274,8 +277,8 @@ class Search:
             taken = (self._now() - started) / math.ceil(len(new) / self._at_once)
 
     def _tell(self) -> None:
-        """Shows the user how far it is."""
-        if self.xla is not None and self.contestants:
+        """How far it is, for the user."""
+        if self.xla is not None and self.xla.error is None and self.contestants:
             searches.state.progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
@@ -288,11 +291,11 @@ class Search:
         return [c for c, each in zip(allowed, seconds, strict=True) if each <= SLOWER_STEP * own]
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
-        """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock
-        only these times count, since the earlier ones were not all taken side by side."""
+        """Times the fastest and XLA once more, in turns, on the device where that can be; by the wall clock only these
+        times count then, for those before were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
-        # The model's own choice takes part, since the others are compared with it and its regret is reported. The
-        # choice of an earlier search takes part, too.
+        # The model's own choice takes part: it is what the others are compared with, and its regret is reported. So
+        # does that of an earlier search.
         asked = (self._predicted, None if self._old is None else self._old.choice)
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
@@ -321,7 +324,7 @@ class Search:
         return steady or finalists
 
     def _is_unclear(self, finalists: list[Contestant]) -> bool:
-        """Whether more rounds must tell if the fastest candidate beats the model's own choice."""
+        """Whether it is that the fastest beats the model's own choice, or does not."""
         fastest, least, most = _fastest(finalists), *UNCLEAR
         own = next((c for c in finalists if c.candidate == self._predicted), None)
         if own is None or not least * fastest.us < own.us <= FINALIST * fastest.us:
@@ -329,12 +332,12 @@ class Search:
         return own.us <= most * fastest.us or not _beats(fastest, own)
 
     def _took_the_context(self, xla: Contestant) -> bool:
-        """Whether XLA's operation, which had worked, fails because one of this search's candidates failed before it."""
+        """Whether XLA's operation, which had worked, fails because one of ours did before it, and no other search's."""
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
         return failed and device.state.poisoned_by == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
 
     def entry_without(self, stuck: Candidate) -> Entry:
-        """The entry while a candidate does not come back. Raises RuntimeError where that is XLA."""
+        """The entry of what is known while a candidate does not come back; RuntimeError where that is XLA."""
         error = f"it did not come back within {STUCK_SECONDS} s"
         if self.xla is None or stuck == XLA:
             raise RuntimeError(f"XLA cannot compute it: {error}")
@@ -344,7 +347,7 @@ class Search:
         return self._entry(choice.candidate, timed)
 
     def unfinished(self) -> Entry | None:
-        """The measurements until now, as an entry that spares no search; None before there are any."""
+        """What was measured until now, as an entry that no search is spared for; None before anything was."""
         timed = [c for c in list(self.contestants) if c.is_timed and c.error is None]
         if self.xla is None or not self.xla.is_timed or not timed:
             return None
@@ -355,19 +358,22 @@ class Search:
         timed = [c for c in contestants if c.is_timed or c.error is not None]
         if self.xla is not None and self.xla.is_timed and self.xla.error is None:
             timed.insert(0, self.xla)
-        measured = (Measurement(c.candidate, None if c.error else round(float(c.us), 3), c.error) for c in timed)
-        measurements = (*measured, *self.failures)
+        measurements = (*map(_measurement, timed), *self.failures)
         by_profile = self.xla is not None and bool(self.xla.device_times)
         metadata = _metadata(time.monotonic() - self._started, len(self.tried), by_profile)
         return Entry.of(self.key, choice, measurements, self._predicted, metadata, self._limit)
 
 
-def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
-    """The candidates that are timed first: those that may be the fastest by the cost models, few where these are sure.
+def _measurement(contestant: Contestant) -> Measurement:
+    us = None if contestant.error is not None else round(float(contestant.us), 3)
+    return Measurement(contestant.candidate, us, contestant.error)
 
-    The last third are the best of other families and kernel variants, if there are any: models err by whole tiles, each
-    in its own direction. The best one without splits is added where it may be the fastest (`UNSPLIT`).
-    """
+
+def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+    """The candidates that are timed at first: as many as may be the fastest by the cost models, few where these are
+    sure. The last third of them are the best of other families and kernel variants, if there are such: models err by
+    whole tiles, and each in its own direction. The best without splits is added where it may be the fastest
+    (`UNSPLIT`)."""
     close = len(certainty.close(ranking, key.problem, key.target))
     count = min(FIRST_ROUND, max(FEWEST, close))
     candidates = [candidate for _, candidate in ranking]
@@ -378,8 +384,13 @@ def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Ca
     seen = {_variant(candidate) for candidate in best}
     new = _firsts((candidate for candidate in others if _variant(candidate) not in seen), _variant)
     found = list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
-    unsplit = [c for s, c in ranking if s <= UNSPLIT * ranking[0][0] and getattr(c.config, "splits", None) == 1]
-    return list(dict.fromkeys([*found, *unsplit[:1]]))
+    return list(dict.fromkeys([*found, *_unsplit(ranking)]))
+
+
+def _unsplit(ranking: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+    """The best one without splits, if it may be the fastest."""
+    near = [c for s, c in ranking if s <= UNSPLIT * ranking[0][0]]
+    return [c for c in near if getattr(c.config, "splits", None) == 1][:1]
 
 
 def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -> list[Candidate]:
@@ -391,7 +402,7 @@ def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -
 
 
 def _variant(candidate: Candidate) -> Any:
-    """A candidate without its number of splits."""
+    """A candidate up to its split count."""
     fields = {name: value for name, value in vars(candidate.config).items() if name != "splits"}
     return candidate.family, tuple(fields.items())
 
@@ -405,12 +416,9 @@ def _fastest(contestants: list[Contestant]) -> Contestant | Any:
 
 
 def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
-    """The winner among the finalists and XLA.
-
-    Of ours it is the fastest, unless the model's own choice is within the noise of it and beyond the noise faster than
-    XLA. It competes with XLA by device times as they stand. By the wall clock XLA wins where its fastest round is
-    faster by more than `NOISE`: on a busy machine rounds lie far apart, and the fastest says the most.
-    """
+    """The fastest of ours, unless the model's own choice is within the noise of it and beyond it faster than XLA; then
+    the faster of it and XLA: by device times as they stand, by the wall clock XLA where its fastest round is faster by
+    more than `NOISE`. Rounds of a busy machine lie far apart, and the fastest of them says the most."""
     best = _fastest(finalists)
     if best is None:
         return xla
@@ -424,8 +432,8 @@ def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | 
 
 
 def _beats(challenger: Contestant, holder: Contestant) -> bool:
-    """Whether the challenger is faster by more than the noise. Device times were taken in turns: it must be faster in
-    every round, or in all but one of many. Otherwise it must be faster by more than the spread of both."""
+    """Whether it is faster by more than the noise: in every round of device times, which were taken in turns, or in all
+    but one of many; else by more than the spread of both."""
     if challenger.device_times and holder.device_times:
         if challenger.us >= holder.us * (1 - NOISE):
             return False

@@ -92,8 +92,8 @@ def _why_xla(problem: Problem, target: Target, options: Options) -> str:
 
 
 def is_silent(choice: Choice, options: Options) -> bool:
-    """Whether the choice is a quiet pass that is lax's because XLA is faster. Nobody needs to know that."""
-    return options.quiet and choice.candidate == XLA and not choice.kernel_blocked
+    """Whether the choice is an implied pass that is lax's because XLA is faster. Nobody needs to know that."""
+    return options.implied and choice.candidate == XLA and not choice.kernel_blocked
 
 
 def announce(choice: Choice, options: Options) -> None:
