@@ -25,13 +25,13 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         conv_gather.FAMILY,
         *(module.FPROP for module in (conv_im2col, conv_host)),
     ),
-    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, patch, conv_im2col, conv_host)),
+    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, conv_im2col, conv_host)),
     "conv_wgrad": (
         *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any)),
         patch.WGRAD,
         wgrad_host.FAMILY,
     ),
-    "dot_general": (tma.FAMILY, as_wgrad.TF32, as_wgrad.HOST),
+    "dot_general": (tma.FAMILY, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
     "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),
 }

@@ -438,7 +438,7 @@ def test_epilogues_do_not_spill() -> None:
 def test_two_blocks_of_two_consumers_do_not_spill() -> None:
     """They have 80 registers a thread. Input gradients with strides in 3D compute the most."""
     run = next(run for run in every_kernel.RUNS if run.family is conv_im2col.DGRAD and run.problem.rank == 3)
-    check_all([dataclasses.replace(run, config=conv_im2col.Config(128, 64, 4, 4, "cluster"))])
+    check_all([dataclasses.replace(run, config=conv_im2col.Config(128, 64, 4, 4, "workspace"))])
 
 
 def test_sums_of_e4m3_do_not_spill() -> None:

@@ -26,7 +26,8 @@ from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
 MAX_CHANNELS = 16
 TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
-MAX_STAGES, MAX_STEPS, MAX_ROWS = 4, 128, 1024
+MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
+MAX_STEPS, MAX_ROWS = 128, 1024
 _SHARED_PER_SM = 228 * 1024
 _BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and barriers
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
@@ -145,7 +146,11 @@ class Gather(Passes[Config]):
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         reason = field_refusal(
-            config, consumers=range(1, 5), blocks=range(1, 9), tile_n=TILE_N, stages=range(2, MAX_STAGES + 1)
+            config,
+            consumers=range(MIN_CONSUMERS, MAX_CONSUMERS + 1),
+            blocks=range(1, 9),
+            tile_n=TILE_N,
+            stages=range(MIN_STAGES, MAX_STAGES + 1),
         )
         if reason is not None:
             return reason
@@ -170,15 +175,16 @@ class Gather(Passes[Config]):
 
     def _variants(self, problem: ConvProblem) -> Iterator[Config]:
         v = _volume(problem)
-        for tile_n, consumers, blocks in itertools.product(_columns(problem), (1, 2, 3, 4), (1, 2, 4)):
+        consumer_counts = range(MIN_CONSUMERS, MAX_CONSUMERS + 1)
+        for tile_n, consumers, blocks in itertools.product(_columns(problem), consumer_counts, (1, 2, 4)):
             if not _group(Config(consumers, blocks, tile_n, 1, 1, 1, 2), 1):
                 continue
             for tile in _pixel_tiles(v, 64 * consumers * blocks):
-                for stages in (4, 3, 2):
+                for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
                     config = Config(consumers, blocks, tile_n, *tile, stages)
                     if self.config_refusal(problem, config) is None:
                         yield config
-                        if stages == 2 or _blocks_per_sm(problem, config) == 2:
+                        if _blocks_per_sm(problem, config) == 2:
                             break
 
     def candidates(self, problem: ConvProblem, target: Target) -> Sequence[Config]:

@@ -31,7 +31,8 @@ from jax_splitk.runtime.target import Target
 UNIT = 16  # channels of an MMA's k, and of two of its n
 STRIP = 16  # pixels of an MMA's m
 WEIGHTS_BYTES = UNIT * UNIT * 2  # of a unit of the input and one of the output, for one tap
-BLOCKS = (16, 32, 64)  # input channels of a thread block: a TMA box of 32 to 128 bytes
+BLOCKS = (32, 64)  # input channels of a thread block: a TMA box of 64 or 128 bytes
+_WEIGHT_BOXES = (16, 32, 64)  # channels of a box of weights
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's row
 _SWIZZLE_BYTES = 1024  # of its pattern, at a multiple of which boxes lie
 _TMA_RESULTS, _COPIED_RESULTS = 3, 2  # blocks of rows in shared memory: one is written to, the others stored
@@ -59,7 +60,6 @@ class Config:
       images, rows, columns: of a tile; blocks of rows and of columns.
       units: of 16 output channels, of a warp.
       strips: of 16 pixels, of a warp.
-      resident: whether a warp has its weights in registers.
       stages: depth of the shared-memory pipeline.
       workers: thread blocks that share the tiles of a block of channels.
     """
@@ -70,7 +70,6 @@ class Config:
     columns: int
     units: int
     strips: int
-    resident: bool
     stages: int
     workers: int
 
@@ -114,6 +113,7 @@ class Tiling:
       out_box: channels of a box of results; `result_box_bytes`: of one.
       slots: blocks of rows that have sums at a time.
       warps: consumers.
+      resident: whether a warp has its weights in registers: where these are enough.
       products: of a warp for a block of rows.
     """
 
@@ -131,6 +131,7 @@ class Tiling:
     result_bytes: int
     slots: int
     warps: int
+    resident: bool
     products: int
     registers: int
 
@@ -154,7 +155,7 @@ def _weight_shape(p: ConvProblem) -> tuple[int, int]:
 def _weight_boxes(p: ConvProblem, bundles: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Channels and rows of a box of a thread block's weights, and how many boxes there are along each."""
     columns, rows = bundles * bundle(p)[0 if _mirrored(p) else 1], _weight_shape(p)[1]
-    width = min((block for block in BLOCKS if block >= columns), default=BLOCKS[-1])
+    width = min((box for box in _WEIGHT_BOXES if box >= columns), default=_WEIGHT_BOXES[-1])
     boxes = -(-rows // _MAX_BOX)
     height = _above(-(-rows // boxes), _SWIZZLE_BYTES // (2 * width))
     return (width, height), (-(-columns // width), boxes)
@@ -180,6 +181,11 @@ def _out_boxes(size: int) -> list[int]:
     return [row // size for row in _SWIZZLES if row // size <= 64]
 
 
+def _fits_registers(warps: int, registers: int, together: int) -> bool:
+    """Whether so many thread blocks fit on an SM that have so many consumer warps, and so many registers a thread."""
+    return -(-together * (warps + 1) // 4) * 32 * registers <= _REGISTERS
+
+
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvProblem, config: Config) -> Tiling:
     q = forward(p)
@@ -199,8 +205,11 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     result_box_bytes = _above(result_rows * out_box * out_size, _SWIZZLE_BYTES)
     each = config.units * config.strips
     sums = 8 * each * (slots * up_h * up_w if each > 1 else _sums(g))
-    weights = (2 if halves(p) else 4) * taps * in_units * config.units if config.resident else 8
     addresses = config.strips * (step_rows * g.kernel[2] + (1 if out_size == 2 else 2))
+    others = sums + addresses + 8 * config.strips + (18 if up_h * up_w == 1 else 26)
+    with_weights = _above(others + (2 if halves(p) else 4) * taps * in_units * config.units, 8)
+    warps = bundles * out_units // config.units * -(-pixels // (STRIP * config.strips))
+    resident = with_weights <= _MAX_THREAD_REGISTERS and _fits_registers(warps, with_weights, 1)
     return Tiling(
         bundles,
         -(-q.in_channels // (bundles * bundle_in)),
@@ -215,14 +224,15 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         _above(config.images * step_rows * x_width * config.in_block * 2, _SWIZZLE_BYTES),
         weight_box,
         weight_boxes,
-        weights_bytes if config.resident else bundles * out_units * in_units * taps * WEIGHTS_BYTES,
+        weights_bytes if resident else bundles * out_units * in_units * taps * WEIGHTS_BYTES,
         out_box,
         result_box_bytes,
         out_channels // out_box * result_box_bytes,
         slots,
-        bundles * out_units // config.units * -(-pixels // (STRIP * config.strips)),
+        warps,
+        resident,
         2 * taps * in_units * config.units * config.strips,
-        _above(sums + weights + addresses + 8 * config.strips + (18 if up_h * up_w == 1 else 26), 8),
+        with_weights if resident else _above(others + 8, 8),
     )
 
 
@@ -247,10 +257,6 @@ def shared_bytes(p: ConvProblem, config: Config) -> int:
     return config.stages * t.stage_bytes + _results(p, t) * t.result_bytes + t.weights_bytes + _ALIGNMENT_BYTES
 
 
-def _fits_registers(t: Tiling, together: int) -> bool:
-    return -(-together * (t.warps + 1) // 4) * 32 * t.registers <= _REGISTERS
-
-
 def _in_blocks(p: ConvProblem) -> list[int]:
     """Those of whole bundles; a bundle of 48 has a box of 64."""
     smallest = min(block for block in BLOCKS if block >= bundle(p)[0])
@@ -268,7 +274,7 @@ def _smallest(p: ConvProblem) -> Config:
     """The config with the least shared memory and the fewest registers."""
     g = geometry(forward(p), 3)
     columns = min(STRIP, output_blocks(g, 2)[2])
-    return Config(_in_blocks(p)[0], 1, 1, columns, 1, 1, resident=False, stages=2, workers=1)
+    return Config(_in_blocks(p)[0], 1, 1, columns, 1, 1, stages=2, workers=1)
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -281,7 +287,7 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
     units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
     products = t.products * planes / g.kernel[0] * (2 / 3 if halves(p) else 1)
     loads = planes * len(_step_rows(g)) * g.kernel[2] * units * config.strips
-    weights = 0 if config.resident else products / (2 * config.strips)
+    weights = 0 if t.resident else products / (2 * config.strips)
     stores = config.strips * config.units * math.prod(g.lhs_dilation[1:])
     out_bytes = t.warps * stores * UNIT * STRIP * jnp.dtype(p.out_dtype).itemsize
     moved = planes * t.stage_bytes + out_bytes
@@ -298,9 +304,9 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
 
 def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
     """By shared memory and registers."""
-    by_memory = min(6, _SM_SHARED_BYTES // (shared_bytes(p, config) + _RESERVED_BYTES))
+    by_memory = min(4, _SM_SHARED_BYTES // (shared_bytes(p, config) + _RESERVED_BYTES))
     t = tiling(p, config)
-    return max((n for n in range(1, by_memory + 1) if _fits_registers(t, n)), default=0)
+    return max((n for n in range(1, by_memory + 1) if _fits_registers(t.warps, t.registers, n)), default=0)
 
 
 class GroupedConv(Passes[Config]):
@@ -349,8 +355,7 @@ class GroupedConv(Passes[Config]):
             rows=range(1, output_blocks(g, 1)[2] + 1),
             columns=range(1, min(output_blocks(g, 2)[2], _MAX_BOX) + 1),
             units=_units(problem, config.in_block),
-            strips=(1, 2, 4),
-            resident=(False, True),
+            strips=(1, 2),
             stages=range(2, _MAX_STAGES + 1),
         )
         return reason or self._tiling_refusal(problem, config)
@@ -372,7 +377,7 @@ class GroupedConv(Passes[Config]):
         for value, what, most in limits:
             if value > most:
                 return f"{tile}, strips {config.strips}, units {config.units}: {value} {what}; accepted: up to {most}"
-        if not _fits_registers(t, 1):
+        if not _fits_registers(t.warps, t.registers, 1):
             most = _REGISTERS // 32 // t.registers * 4 - 1
             return f"{t.warps} warps of {t.registers} registers a thread; accepted: at most {most} warps"
         return field_refusal(config, workers=range(1, min(math.prod(t.tiles), MAX_GRID_Y) + 1))
@@ -385,7 +390,7 @@ class GroupedConv(Passes[Config]):
         found = list(self._variants(problem, target)) or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in self.by_estimate(problem, found, target):
-            kind = (config.in_block, config.units, config.strips, config.resident)
+            kind = (config.in_block, config.units, config.strips)
             count[kind] += 1
             if count[kind] <= _MAX_OF_KIND:
                 kept.append(config)
@@ -399,12 +404,12 @@ class GroupedConv(Passes[Config]):
         parts = range(max(fewest, -(-columns // 128)), -(-columns // 14) + 1)
         widths = sorted({-(-columns // count) for count in parts or (fewest,)})[-3:]
         pixels = itertools.product([i for i in (1, 2, 3, 4, 6, 8, 12, 16) if i <= g.batch], widths)
-        for (images, width), strips in itertools.product(pixels, (1, 2, 4)):
+        for (images, width), strips in itertools.product(pixels, (1, 2)):
             if images > 1 and images * width > 256:
                 continue
             for in_block in _in_blocks(problem):
-                for units, resident in itertools.product(_units(problem, in_block), (True, False)):
-                    some = Config(in_block, images, 1, width, units, strips, resident, stages=2, workers=1)
+                for units in _units(problem, in_block):
+                    some = Config(in_block, images, 1, width, units, strips, stages=2, workers=1)
                     if self._tiling_refusal(problem, some) is None:
                         yield from self._of_heights(problem, some, heights, target)
 
@@ -412,7 +417,8 @@ class GroupedConv(Passes[Config]):
         """With pipelines that leave room for one to four thread blocks an SM, which share the tiles evenly."""
         t = tiling(p, some)
         rooms = [_SM_SHARED_BYTES // n - _RESERVED_BYTES - _ALIGNMENT_BYTES - t.weights_bytes for n in (1, 2, 3, 4)]
-        depths = {min(8, room // t.stage_bytes) for room in rooms if _fits_registers(t, rooms.index(room) + 1)}
+        fitting = (room for n, room in enumerate(rooms, 1) if _fits_registers(t.warps, t.registers, n))
+        depths = {min(8, room // t.stage_bytes) for room in fitting}
         for rows, stages in itertools.product(heights, sorted(depth for depth in depths if depth >= 2)):
             config = dataclasses.replace(some, rows=rows, stages=stages)
             tiles, slots = math.prod(tiling(p, config).tiles), target.cores * _blocks_per_sm(p, config)
@@ -423,7 +429,7 @@ class GroupedConv(Passes[Config]):
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
         halves = {"images": config.images, "rows": config.rows, "units": config.units, "strips": config.strips}
-        found = varied(config, stages=(config.stages - 1, config.stages + 1), resident=(not config.resident,))
+        found = varied(config, stages=(config.stages - 1, config.stages + 1))
         found += varied(config, workers=(config.workers // 2, config.workers * 2))
         return found + varied(config, **{field: (value // 2, value * 2) for field, value in halves.items()})
 
@@ -459,6 +465,7 @@ class GroupedConv(Passes[Config]):
             **dict(zip(("WEIGHT_COLUMN_BOXES", "WEIGHT_ROW_BOXES"), t.weight_boxes, strict=True)),
             **{"OUT_BOX": t.out_box, "RESULT_BOX_BYTES": t.result_box_bytes, "RESULTS": _results(problem, t)},
             **{"STORED": _stored(problem, t), "SKIPPED": _skipped(g)},
+            **{"RESIDENT": int(t.resident)},
             **{name: value for name, value in field_macros(config).items() if name != "WORKERS"},
         }
 

@@ -112,6 +112,7 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
 
     ABI = 3
     file = "conv/im2col.cu"
+    reductions = ("none", "workspace")
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,10 @@
 // windows neither overlap nor leave the image. A row of the filter is `row` contiguous elements (columns x
 // channels) of the input, which pads to `chunks` times 64 where it is an index of the product.
 //
-//   PATCH 1  forward:          A[pixel, (filter row, element)] are windows, B is the weight
-//   PATCH 2  input's gradient: D[pixel, (filter row, element)] are windows
-//   PATCH 3  weight's:         A[pixel, (filter row, element)] are windows, MN-major, D is the weight
+//   PATCH 1  forward:           A[pixel, (filter row, element)] are windows, B is the weight
+//   PATCH 2  weight's gradient: A[pixel, (filter row, element)] are windows, MN-major, D is the weight
 //
-// Where they are loaded, windows are read by TMA's im2col mode from a view of the input whose `channels` are
+// Windows are read by TMA's im2col mode from a view of the input whose `channels` are
 // such rows; the view's planes and rows are `step` times the output's. Undefined: a product of matrices.
 
 #include "device/output.cuh"
@@ -40,7 +39,7 @@ struct FilterPart {
 
 // Whether a row of the product only fills up a row of the filter.
 __device__ inline bool is_padding(const Args& g, int row) {
-#if PATCH == 3
+#if PATCH == 2
   return filter_part(g, row).element + row % 64 >= g.row;
 #else
   return false;
@@ -52,13 +51,6 @@ __device__ inline bool is_padding(const Args& g, int row) {
 __device__ inline Output* result_at(const Args& g, Output* out, int batch, int m, int n, int row,
                                     int column) {
 #if PATCH == 2
-  // [plane][t][h][r][w][element]
-  int plane = m + row, t = n + column;
-  const int w = take(plane, g.out.w), h = take(plane, g.out.h);
-  const int element = take(t, g.row), r = take(t, g.kernel_h);
-  const size_t lines = (size_t(plane) * g.kernel_d + t) * g.out.h.value + h;
-  return out + ((lines * g.kernel_h.value + r) * g.out.w.value + w) * g.row.value + element;
-#elif PATCH == 3
   const FilterPart part = filter_part(g, m + row);
   return out + (size_t(part.row) * g.row.value + part.element + (m + row) % 64) * g.n + n + column;
 #else
@@ -69,7 +61,7 @@ __device__ inline Output* result_at(const Args& g, Output* out, int batch, int m
 // The same of the row after eight others; `at` is (row, column).
 __device__ inline Output* eight_below(const Args& g, Output* out, Output* at, int batch, int row,
                                       int column) {
-#if PATCH >= 2
+#if PATCH == 2
   return result_at(g, out, batch, 0, 0, row + 8, column);
 #else
   return at + 8 * g.n;

@@ -1,5 +1,5 @@
-"""Kernel families: convolutions whose filter is as large as its stride, all three passes, as matrix products by
-dot_tma's kernels (device code: dot/tma.cu with conv/patch.cuh).
+"""Kernel families: convolutions whose filter is as large as its stride, forward passes and weight gradients, as matrix
+products by dot_tma's kernels (device code: dot/tma.cu with conv/patch.cuh).
 
 A patch is a window that no other overlaps. Along columns the input [N, H, columns * kw, C] is [N, H, columns, kw * C]
 as it lies in memory; along rows and planes TMA's im2col mode walks the windows. So the products read and write the
@@ -88,14 +88,13 @@ class _Product(DotProblem):
 
 
 class _Products(tma.Tma):
-    """dot_tma, with windows as an operand or as the result. Filter rows pad to whole chunks of a reduction and of rows
+    """dot_tma, with windows as an operand. Filter rows pad to whole chunks of a reduction and of rows
     of the result. Its problems are `_Product`s."""
 
     def args(self, problem: Any, config: Config) -> Values:
         p: ConvProblem = problem.conv
         g = geometry(p, 3)
-        # Of the view of `_windows`, or of the output.
-        view = g.out if _is_strided(g) or problem.patch == 2 else (g.out[1], 1, g.out[2])
+        view = g.out if _is_strided(g) else (g.out[1], 1, g.out[2])  # of `_windows`
         return Values(
             "Args",
             {
@@ -103,7 +102,6 @@ class _Products(tma.Tma):
                 "row": Divisor.of(_row(p)),
                 "chunks": Divisor.of(_chunks(p)),
                 "filter_rows": _filter_rows(p),
-                "kernel_d": g.kernel[0],
                 "kernel_h": Divisor.of(g.kernel[1]),
                 "out": tuple(map(Divisor.of, view)),
                 "step": (*g.kernel[:2], 1) if _is_strided(g) else (1, 1, 1),
@@ -118,16 +116,15 @@ class _Products(tma.Tma):
 
     def maps(self, problem: Any, config: Config) -> tuple[TiledMap | Im2colMap, ...]:
         p: ConvProblem = problem.conv
-        lhs, rhs = super().maps(problem, config)
         if problem.patch == 1:
             # The weight's dimensions are (output channels, elements of a filter row, filter rows).
             weight = (_filter_rows(p), _row(p), p.out_channels)
             return _windows(p, config.tile_m), operand_map(1, p.dtype, weight, "bkn", config.tile_n)
-        return lhs if problem.patch == 2 else _windows(p, BOX), rhs
+        return _windows(p, BOX), super().maps(problem, config)[1]
 
 
 class Patch(Translated[ConvProblem, Config]):
-    """One of the passes: 1 the forward pass, 2 the input gradient, 3 the weight gradient."""
+    """One of the passes: 1 the forward pass, 2 the weight gradient."""
 
     def __init__(self, name: str, patch: int) -> None:
         super().__init__(_Products(Config), name)
@@ -137,8 +134,7 @@ class Patch(Translated[ConvProblem, Config]):
         p, pixels, chunk = problem, _pixels(problem), _filter_rows(problem) * _chunks(problem) * _CHUNK
         m, n, k, orders = {
             1: (pixels, p.out_channels, chunk, ("bmk", "bkn")),
-            2: (pixels, _filter_rows(p) * _row(p), p.out_channels, ("bmk", "bnk")),
-            3: (chunk, p.out_channels, pixels, ("bkm", "bkn")),
+            2: (chunk, p.out_channels, pixels, ("bkm", "bkn")),
         }[self._patch]
         return _Product(1, m, n, k, *orders, p.dtype, p.out_dtype, conv=p, patch=self._patch)
 
@@ -156,12 +152,6 @@ class Patch(Translated[ConvProblem, Config]):
         return self._covered_refusal(p) or self._tma_refusal(p) or super().problem_refusal(p)
 
     def _covered_refusal(self, p: ConvProblem) -> str | None:
-        """Of an input gradient the kernel writes what the windows cover."""
-        if self._patch == 2 and any(
-            out * kernel != size
-            for size, out, kernel in zip(p.input_spatial, p.output_spatial, p.kernel_spatial, strict=True)
-        ):
-            return f"an input of {p.input_spatial}; accepted: one that windows of {p.kernel_spatial} cover"
         sizes = zip(p.input_spatial, p.output_spatial, p.kernel_spatial, p.padding, strict=True)
         if all(low == 0 and out * kernel <= size for size, out, kernel, (low, _) in sizes):
             return None
@@ -184,4 +174,4 @@ class Patch(Translated[ConvProblem, Config]):
         return None
 
 
-FPROP, DGRAD, WGRAD = (Patch(f"{of}_patch", patch) for patch, of in enumerate(("fprop", "dgrad", "wgrad"), 1))
+FPROP, WGRAD = (Patch(f"{of}_patch", patch) for patch, of in enumerate(("fprop", "wgrad"), 1))

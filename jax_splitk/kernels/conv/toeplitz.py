@@ -28,7 +28,8 @@ from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import Target
 
 _WINDOWS = 16  # an MMA's m
-_CHANNELS, _STEPS, _PLANES, _AHEAD = (8, 16, 32), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4)
+_CHANNELS, _STEPS, _PLANES, _AHEAD = (16, 32), (1, 2, 4), (1, 2), (1, 2, 4)
+_TALL_CHANNELS = (8,)  # of filters so tall that a warp has the registers for one channel only
 _MAX_STRIDE = 2
 _MAX_REGISTERS = 240  # of a thread, as `Tiling` counts them
 _MAX_PRODUCTS = 1024  # of a stage, in which all are unrolled
@@ -48,7 +49,6 @@ class Config:
 
     Attributes:
       channels: of a thread block.
-      each: channels of a warp.
       tiles: of 8 columns, of a thread block; as many lines as leave at most 16 windows.
       rows, planes: of the output, of a line.
       step: rows of the output between two barriers.
@@ -58,7 +58,6 @@ class Config:
     """
 
     channels: int
-    each: int
     tiles: int
     rows: int
     planes: int
@@ -98,6 +97,7 @@ class Tiling:
     """A thread block's work.
 
     Attributes:
+      each: channels of a warp.
       lines, warps, strips, plane_blocks, columns, eights: lines and warps of a thread block, strips and blocks of
         planes of an image, thread blocks along a row and along the channels.
       line_blocks: thread blocks along the lines.
@@ -110,6 +110,7 @@ class Tiling:
       registers: of a thread, about.
     """
 
+    each: int
     lines: int
     warps: int
     strips: int
@@ -144,10 +145,20 @@ def _pitches(size: int, parts: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
+def _channels(p: ConvProblem) -> tuple[int, ...]:
+    """Channels that a thread block may have."""
+    return _CHANNELS if _limits_refusal(_tiling(p, _first(p, _CHANNELS[0]), each=2)) is None else _TALL_CHANNELS
+
+
 def tiling(p: ConvProblem, config: Config) -> Tiling:
+    return _tiling(p, config, each=1 if config.channels in _TALL_CHANNELS else 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiling(p: ConvProblem, config: Config, each: int) -> Tiling:
     g, parts = _forward(p), config.channels // 8
     (down_d, down_h, down_w), (kernel_d, kernel_h, kernel_w) = g.stride, g.kernel
-    lines, warps = _WINDOWS // config.tiles, config.channels // config.each
+    lines, warps = _WINDOWS // config.tiles, config.channels // each
     strips, plane_blocks = -(-g.out[1] // config.rows), -(-g.out[0] // config.planes)
     every_line = -(-g.batch * _period(g) // config.rows) if config.tall else g.batch * plane_blocks * strips
     k_chunks = -(-(7 * down_w + kernel_w) // 8)
@@ -162,6 +173,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     rest = 24 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
     rest += 8 * (max(g.stride) > 1) + 4 * config.tall
     return Tiling(
+        each,
         lines,
         warps,
         strips,
@@ -178,8 +190,8 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         out_pitches,
         loads,
         -(-(config.rows + window - 1) // config.step),
-        config.step * config.each * config.planes * kernel_d * kernel_h * -(-k_chunks // 2),
-        max(56, config.each * (sums + bands) + 2 * loads + rest),
+        config.step * each * config.planes * kernel_d * kernel_h * -(-k_chunks // 2),
+        max(56, each * (sums + bands) + 2 * loads + rest),
         32 * (in_pitches[2] + halves * out_pitches[2])
         + config.ahead * loads * warps * 512
         + math.prod(g.kernel) * config.channels * 2,
@@ -207,10 +219,25 @@ def _shares(p: ConvProblem, config: Config, target: Target) -> list[int]:
     return sorted(rows for rows in whole if rows > lead)
 
 
-def _smallest(p: ConvProblem) -> Config:
-    """The config with the fewest registers and the least shared memory."""
+def _first(p: ConvProblem, channels: int) -> Config:
+    """The config of so many channels with the fewest registers and the least shared memory."""
     g = _forward(p)
-    return Config(8, 1, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, 2, _AHEAD[0])
+    return Config(channels, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, 2, _AHEAD[0])
+
+
+def _smallest(p: ConvProblem) -> Config:
+    return _first(p, _channels(p)[0])
+
+
+def _limits_refusal(t: Tiling) -> str | None:
+    limits = (
+        (t.registers, "registers of a thread", _MAX_REGISTERS),
+        (t.registers * t.warps * 32, "registers of a thread block", _REGISTERS),
+        (t.products, "products of the device code", _MAX_PRODUCTS),
+        (t.shared_bytes, "bytes of shared memory", _SHARED_BYTES),
+        (t.blocks, "thread blocks", INT32_MAX // _WINDOWS),
+    )
+    return next((f"{value} {what}; accepted: up to {most}" for value, what, most in limits if value > most), None)
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -221,7 +248,7 @@ def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
     g, t = _forward(p), tiling(p, config)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
-    windows = config.each * t.in_rows * t.k_chunks / 2  # of a warp
+    windows = t.each * t.in_rows * t.k_chunks / 2  # of a warp
     # Pixels: each touches a line of its own, whatever part of it the block's channels are.
     read = t.in_rows * t.lines * min(8 * t.chunks, g.size[2])
     written = t.out_rows * t.lines * min(8 * config.tiles, g.out[2])
@@ -254,15 +281,14 @@ class ToeplitzConv(passes.Passes[Config]):
             return reason
         if (most := max(math.prod(shape) for shape in (p.lhs_shape, p.g_shape))) > 8 * INT32_MAX:
             return f"{most} elements; accepted: up to {8 * INT32_MAX}"
-        reason = self._tiling_refusal(p, _smallest(p))
+        reason = _limits_refusal(tiling(p, _smallest(p)))
         return reason and f"a filter of {p.kernel_spatial}: {reason}"
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         g = _forward(problem)
         reason = field_refusal(
             config,
-            channels=_CHANNELS,
-            each=(1, 2),
+            channels=_channels(problem),
             tiles=range(1, min(_WINDOWS, -(-g.out[2] // 8)) + 1),
             rows=range(1, (g.batch * _period(g) if config.tall else g.out[1]) + 1),
             planes=[n for n in _PLANES if n < 2 * g.out[0]],
@@ -270,14 +296,15 @@ class ToeplitzConv(passes.Passes[Config]):
             ahead=_AHEAD,
             turns=(1, 2),
         )
-        return reason or self._layout_refusal(problem, config) or self._tiling_refusal(problem, config)
+        if (reason := reason or self._layout_refusal(problem, config)) is not None:
+            return reason
+        reason = _limits_refusal(tiling(problem, config))
+        return reason and f"{config}: {reason}"
 
     def _layout_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         g, t = _forward(problem), tiling(problem, config)
-        if config.step == config.each == 1:
-            return "step 1, each 1; accepted: each 2, whose warps store one row at a time"
-        if config.turns == 2 and t.warps % 8:
-            return f"turns 2 of {t.warps} warps; accepted: multiples of 8"
+        if config.step == t.each == 1:
+            return "step 1; accepted of filters as tall: 2, 4"
         if not config.tall:
             return None
         if t.plane_blocks > 1:
@@ -286,20 +313,6 @@ class ToeplitzConv(passes.Passes[Config]):
             return f"step {config.step} of tall lines; accepted: up to an image's {period} rows"
         if (rows := (t.line_blocks * t.lines + 1) * config.rows + period) > INT32_MAX:
             return f"{rows} rows of tall lines; accepted: up to {INT32_MAX}"
-        return None
-
-    def _tiling_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        t = tiling(problem, config)
-        limits = (
-            (t.registers, "registers of a thread", _MAX_REGISTERS),
-            (t.registers * t.warps * 32, "registers of a thread block", _REGISTERS),
-            (t.products, "products of the device code", _MAX_PRODUCTS),
-            (t.shared_bytes, "bytes of shared memory", _SHARED_BYTES),
-            (t.blocks, "thread blocks", INT32_MAX // _WINDOWS),
-        )
-        for value, what, most in limits:
-            if value > most:
-                return f"{config}: {value} {what}; accepted: up to {most}"
         return None
 
     def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
@@ -311,25 +324,24 @@ class ToeplitzConv(passes.Passes[Config]):
         found = found or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in self.by_estimate(problem, found, target):
-            kind = (config.channels, config.each, config.tiles, config.tall)
+            kind = (config.channels, config.tiles, config.tall)
             count[kind] += 1
             if count[kind] <= _MAX_OF_KIND:
                 kept.append(config)
         return kept[:_MAX_CANDIDATES]
 
     def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
-        (planes, rows, width), most = _forward(problem).out, max(8, problem.in_channels)
+        (planes, rows, width), most = _forward(problem).out, problem.in_channels
         tiles = -(-width // 8)
         # Those that share a row evenly, and those that fill an MMA.
         even = {-(-tiles // parts) for parts in range(-(-tiles // _WINDOWS), tiles + 1)}
         widths = sorted({n for n in even if n <= _WINDOWS} | {n for n in (1, 2, 4, 8) if n <= tiles})[-6:]
         heights = sorted({-(-rows // parts) for parts in (1, 2, 3, 4, 6, 8) if rows >= 4 * parts or parts == 1})
-        channels = [n for n in _CHANNELS if n < 2 * most]
+        channels = [n for n in _channels(problem) if n < 2 * most] or _channels(problem)[:1]
         depths = [n for n in _PLANES if n < 2 * planes]
         pairs = [(step, ahead) for step in _STEPS for ahead in _AHEAD if 2 <= step * ahead <= 8]
-        kinds = itertools.product(channels, (1, 2), widths, depths, pairs)
-        for block, each, tiles, depth, (step, ahead) in kinds:
-            first = Config(block, each, tiles, 1, depth, step, ahead, turns=2 if block // each % 8 == 0 else 1)
+        for block, tiles, depth, (step, ahead) in itertools.product(channels, widths, depths, pairs):
+            first = Config(block, tiles, 1, depth, step, ahead, turns=2)
             yield from varied(first, rows=heights)
             yield from varied(dataclasses.replace(first, tall=True), rows=_shares(problem, first, target))
 
@@ -337,7 +349,7 @@ class ToeplitzConv(passes.Passes[Config]):
         fields = ("channels", "rows", "planes", "step", "ahead")
         halves = {field: (getattr(config, field) // 2, getattr(config, field) * 2) for field in fields}
         tiles = (config.tiles - 1, config.tiles + 1)
-        others = varied(config, each=(3 - config.each,), turns=(3 - config.turns,), tall=(not config.tall,))
+        others = varied(config, turns=(3 - config.turns,), tall=(not config.tall,))
         return [*others, *varied(config, tiles=tiles, **halves)]
 
     def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
@@ -367,6 +379,7 @@ class ToeplitzConv(passes.Passes[Config]):
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **sizes,
             **field_macros(config),
+            "EACH": t.each,
             **{"LINES": t.lines, "PERIOD": _period(g), "STRIPS": t.strips, "PLANE_BLOCKS": t.plane_blocks},
             **{"COLUMN_BLOCKS": t.columns, "CHANNEL_BLOCKS": t.channel_blocks},
             **{"CHUNKS": t.chunks, "K_CHUNKS": t.k_chunks, "UNITS": t.units},

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from jax import numpy as jnp
 
@@ -115,7 +115,13 @@ _Config = TypeVar("_Config", bound=SplitTile)
 
 
 class SplitTileFamily(ModelledFamily[_Problem, _Config]):
-    """Kernels of two tensor maps, of A and B."""
+    """Kernels of two tensor maps, of A and B.
+
+    Attributes:
+      reductions: where splits may meet.
+    """
+
+    reductions: ClassVar[tuple[str, ...]] = tuple(REDUCTIONS)
 
     def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
         """(tile_m, tile_n) that there are."""
@@ -152,7 +158,7 @@ class SplitTileFamily(ModelledFamily[_Problem, _Config]):
     def config_refusal(self, problem: _Problem, config: _Config) -> str | None:
         if (reason := tile_refusal(config, self.tiles(problem))) is not None:
             return reason
-        reason = field_refusal(config, stages=self.stage_counts(config), reduction=tuple(REDUCTIONS))
+        reason = field_refusal(config, stages=self.stage_counts(config), reduction=self.reductions)
         if reason is not None:
             return reason
         if (config.splits == 1) != (config.reduction == "none"):
@@ -180,7 +186,8 @@ class SplitTileFamily(ModelledFamily[_Problem, _Config]):
         wanted = {least, *(max(least, slots * waves // tiles) for waves in range(1, 5))}
         if least == 1:
             yield config
-        for splits in range(max(2, least), MAX_CLUSTER + 1):
+        clusters = range(max(2, least), MAX_CLUSTER + 1) if "cluster" in self.reductions else ()
+        for splits in clusters:
             if splits <= blocks and tiles * splits <= 2 * slots:
                 yield dataclasses.replace(config, splits=splits, reduction="cluster")
         for splits in sorted({min(splits, blocks) for splits in wanted} - {0, 1}):
@@ -202,15 +209,15 @@ class SplitTileFamily(ModelledFamily[_Problem, _Config]):
         blocks, least = self.chains(problem, config)[0], self.least_splits(problem, config)
         found = [dataclasses.replace(config, stages=config.stages - 1)]
         if config.splits > 1:
-            other = "cluster" if config.reduction == "workspace" else "workspace"
-            found.append(dataclasses.replace(config, reduction=other))
+            others = {"none", config.reduction}
+            found += varied(config, reduction=[name for name in self.reductions if name not in others])
             near = {config.splits - 1, config.splits + 1, config.splits * 2, config.splits // 2}
             near = {min(splits, blocks) for splits in near if splits >= max(2, least)} - {1, config.splits}
             found += varied(config, splits=sorted(near))
         return found
 
     def swept(self, config: Any, splits: int) -> list[Any]:
-        meeting = [name for name in REDUCTIONS if (name == "none") == (splits == 1)]
+        meeting = [name for name in self.reductions if (name == "none") == (splits == 1)]
         return varied(dataclasses.replace(config, splits=splits), reduction=meeting)
 
     def _longest(self, problem: _Problem, config: _Config, at_a_time: int) -> int:

@@ -4,9 +4,8 @@ pixels, with m input and n output channels. So the families of weight gradients 
 
 from typing import Any
 
-from jax_splitk.kernels.dot import refusals
 from jax_splitk.kernels.family import Translated
-from jax_splitk.kernels.wgrad import host, tf32
+from jax_splitk.kernels.wgrad import host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 
@@ -38,12 +37,10 @@ class AsWgrad(Translated[DotProblem, Any]):
             return f"{given}; accepted: 1, bkm and bkn"
         if problem.epilogue:
             return f"{problem.epilogue}; accepted: the product alone"
-        return super().problem_refusal(problem) or (refusals.tf32(problem) if self.platform == "cuda" else None)
+        return super().problem_refusal(problem)
 
     def unmeasured_refusal(self, problem: DotProblem) -> str | None:
         return self.inner.unmeasured_refusal(self.translated(problem))
 
 
-# float32 on the tf32 tensor cores, which take operands with k contiguous only: wgrad_tf32 transposes them.
-TF32 = AsWgrad(tf32.FAMILY, "dot_tf32")
 HOST = AsWgrad(host.FAMILY, "dot_host")

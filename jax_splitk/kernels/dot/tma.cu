@@ -97,7 +97,7 @@ struct Dot : TileKernel {
     load_operand<B_MN, B_WHOLE, N_BLOCKS>(b_map, full, stage + A_BYTES, work.n, part.element, part.row,
                                           b_hint);
 #else
-#if PATCH == 3
+#if PATCH == 2
 #pragma unroll
     for (int i = 0; i < M_BLOCKS; ++i) {
       load_windows(a_map, g, full, stage + i * BLOCK_BYTES, k, filter_part(g, work.m + 64 * i));

@@ -20,8 +20,7 @@ from jax_splitk.kernels.device.split_tile import (
     operand_map,
 )
 from jax_splitk.kernels.device.structs import Divisor, Values
-from jax_splitk.kernels.device.wgmma_tile import MAX_CHAINED_SUMS, ROW_BYTES
-from jax_splitk.kernels.dot import refusals
+from jax_splitk.kernels.device.wgmma_tile import MAX_CHAINED_SUMS, ROW_BYTES, TILES
 from jax_splitk.kernels.family import call_buffers
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
@@ -40,6 +39,8 @@ _WHOLE_WAVE = range(126, _MANY_TILES + 1)
 _SLIGHT_SECONDS, _SHORT_K = 1e-6, 1280
 _SHORT_SECONDS = 10e-6
 ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
+# XLA's xla_gpu_gemm_rewrite_size_threshold: products with a smaller (m + n) * k are loops.
+_LEAST_ELEMENTS = 100
 # Stages that the tensor cores add of a float32 result whose split is longer than they may: half of those.
 FLOAT32_CHAIN = MAX_FLOAT32_CHAIN // 2
 # Macros BIAS and ACTIVATION.
@@ -70,6 +71,21 @@ def chained_stages(problem: DotProblem, config: Config) -> int:
     blocks = -(-k_blocks(problem) // config.splits)
     is_long = problem.out_dtype == "float32" and blocks > MAX_FLOAT32_CHAIN
     return FLOAT32_CHAIN if is_long and config.may_chain else 0
+
+
+def _tf32_refusal(problem: DotProblem) -> str | None:
+    """Why a float32 product is not for tf32, None for others: of vectors, outer products and the smallest products XLA
+    makes loops in float32."""
+    p = problem
+    if p.dtype != "float32":
+        return None
+    for name in "mnk":
+        if getattr(p, name) == 1:
+            return f"float32 with {name}=1, which XLA computes without tf32; accepted: at least 2"
+    if (elements := (p.m + p.n) * p.k) < _LEAST_ELEMENTS:
+        rule = f"XLA computes it without tf32; accepted: at least {_LEAST_ELEMENTS}"
+        return f"float32 with (m + n) * k = {elements}: {rule}"
+    return None
 
 
 def _large_tiles(problem: DotProblem) -> int:
@@ -131,13 +147,16 @@ class Tma(SplitTileFamily[DotProblem, Config]):
                 return f"{major}={sizes[major]}, which is contiguous; accepted: multiples of {multiple}"
         if p.n % 4:
             return f"n={p.n}; accepted: multiples of 4"
-        if (reason := refusals.tf32(p)) is not None:
+        if (reason := _tf32_refusal(p)) is not None:
             return reason
         if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > MAX_ELEMENTS:
             return f"operands or a result of more than {MAX_ELEMENTS} elements"
         if p.batch > MAX_GRID_YZ:
             return f"batch {p.batch}; accepted: at most {MAX_GRID_YZ}"
         return None
+
+    def tiles(self, problem: DotProblem) -> list[tuple[int, int]]:
+        return [tile for tile in TILES if tile[0] < 256]  # on no problem were taller ones the fastest
 
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
         if (reason := super().config_refusal(problem, config)) is not None:

@@ -109,7 +109,7 @@ def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Values:
     return Values("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
 
 
-class Tiled(tiles.TileFamily):
+class Tiled(tiles.TileFamily[Config]):
     name = "quantized_tiled"
     ABI = 4
     file = "quantized/tiled.cu"

@@ -24,7 +24,7 @@ from jax_splitk.runtime.target import Target
 
 _COLUMNS = (1, 2, 3, 4, 6, 7, 8, 12, 16)
 _ROWS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64, 112, 128, 256)
-_LANES = (1, 2, 4, 8, 16, 32)
+_LANES = (1, 2, 8, 16, 32)
 _WARPS = (4, 8, 12)
 _FIELDS = {"columns": _COLUMNS, "rows": _ROWS, "lanes": _LANES, "warps": _WARPS}
 _MAX_KERNEL, _MAX_TAPS, _MAX_STRIDE = 7, 49, 4
@@ -191,7 +191,7 @@ class DepthwiseAny(SplitFamily[Config]):
         """Of each number of columns, lanes and warps, with the best of the most rows that leave enough strips to fill
         the machine."""
         words, found = _words(problem), list[list[Config]]()
-        lanes = {min(_LANES[-1], 1 << (words - 1).bit_length())}
+        lanes = {max(n for n in _LANES if n <= words), min((n for n in _LANES if n >= words), default=_LANES[-1])}
         if (whole := math.gcd(words, _LANES[-1])) >= 8:  # a sector of memory
             lanes.add(whole)
         for columns, lane, warps in itertools.product(self._fitting(problem), sorted(lanes), _WARPS):

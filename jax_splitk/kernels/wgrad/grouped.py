@@ -21,7 +21,7 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import Target
 
 GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)
-BLOCKS = (8, 16, 32, 64)  # channels of a thread block: a TMA box of 16 to 128 bytes
+IN_BLOCKS, OUT_BLOCKS = (8, 16, 32), (8, 16, 32, 64)  # channels of a thread block: a TMA box of 16 to 128 bytes
 UNIT = 8  # channels of a row of ldmatrix's matrices
 OCTET = 8  # pixels of one of ldmatrix's matrices
 MAX_KERNEL = 16
@@ -199,8 +199,8 @@ def _smallest(p: ConvWgradProblem) -> Config:
 def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
     """(in_block, out_block) that are legal, the largest first."""
     _, bundle_in, bundle_out = bundle(p)
-    whole = [(i, o) for i in BLOCKS for o in BLOCKS if i % bundle_in == 0 and i * bundle_out == o * bundle_in]
-    parts = [(i, o) for i in BLOCKS for o in BLOCKS if bundle_in % i == 0 and bundle_out % o == 0]
+    whole = [(i, o) for i in IN_BLOCKS for o in OUT_BLOCKS if i % bundle_in == 0 and i * bundle_out == o * bundle_in]
+    parts = [(i, o) for i in IN_BLOCKS for o in OUT_BLOCKS if bundle_in % i == 0 and bundle_out % o == 0]
     return sorted({*whole, *parts}, key=lambda block: (-sum(block), -block[0]))
 
 

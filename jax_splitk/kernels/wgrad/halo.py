@@ -37,30 +37,34 @@ class Config:
 
     Attributes:
       tile_p, tile_q: output rows and columns of a strip (a unit of work). tile_q divides the output's width.
-      taps_h, taps_w: filter rows and columns of a thread block's tile; it has 64 output and 64 input channels.
       splits: parts of the reduction of a tile, in whole strips, none of them empty.
     """
 
     tile_p: int
     tile_q: int
-    taps_h: int
-    taps_w: int
     splits: int
 
-    @property
-    def tile_bytes(self) -> int:
-        """fp32 partial sums of a tile."""
-        return self.taps_h * self.taps_w * CHANNELS * CHANNELS * 4
+
+def taps(problem: ConvWgradProblem) -> tuple[int, int]:
+    """Filter rows and columns of a thread block's tile, which has 64 output and 64 input channels: equal parts of the
+    filter, as few as there may be."""
+    height, width = (equal_parts(n, most)[0] for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
+    return height, width
+
+
+def tile_bytes(problem: ConvWgradProblem) -> int:
+    """fp32 partial sums of a tile."""
+    return math.prod(taps(problem)) * CHANNELS * CHANNELS * 4
 
 
 def lines(problem: ConvWgradProblem, config: Config) -> int:
     """Input rows of a strip."""
-    return config.tile_p + (config.taps_h - 1) * problem.rhs_dilation[0]
+    return config.tile_p + (taps(problem)[0] - 1) * problem.rhs_dilation[0]
 
 
 def pitch(problem: ConvWgradProblem, config: Config) -> int:
     """Pixels of an input row of a strip."""
-    return config.tile_q + (config.taps_w - 1) * problem.rhs_dilation[1]
+    return config.tile_q + (taps(problem)[1] - 1) * problem.rhs_dilation[1]
 
 
 def buffer_bytes(problem: ConvWgradProblem, config: Config) -> int:
@@ -91,12 +95,6 @@ def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
 def pairs(config: Config) -> bool:
     """Whether a block of 16 pixels is 8 of each of two rows."""
     return config.tile_q % 16 != 0
-
-
-def _taps(problem: ConvWgradProblem) -> tuple[int, int]:
-    """The filter's taps in equal blocks, as few as there may be."""
-    height, width = (equal_parts(n, most)[0] for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
-    return height, width
 
 
 def _smallest_strip(problem: ConvWgradProblem) -> tuple[int, int]:
@@ -135,13 +133,11 @@ class Halo(SplitFamily[Config]):
             or _window_refusal(problem)
             or refusals.empty_dimensions(problem)
             or _extent_refusal(problem)
-            or self.smallest_refusal(problem, Config(*_smallest_strip(problem), *_taps(problem), splits=1))
+            or self.smallest_refusal(problem, Config(*_smallest_strip(problem), splits=1))
         )
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         height, width = problem.output_spatial
-        if not 1 <= config.taps_h <= MAX_TAPS[0] or not 1 <= config.taps_w <= MAX_TAPS[1]:
-            return f"taps {config.taps_h}x{config.taps_w}; accepted: at most {MAX_TAPS[0]}x{MAX_TAPS[1]}"
         if config.tile_q < 8 or config.tile_q % 8 or width % config.tile_q:
             return f"tile_q {config.tile_q}; accepted: divisors of {width} in multiples of 8"
         if config.tile_p < 1 or (pairs(config) and (config.tile_p % 2 or height % 2)):
@@ -158,9 +154,9 @@ class Halo(SplitFamily[Config]):
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
         """Blocks of filter rows and columns, of input channels, of output channels."""
-        r, s = problem.kernel_spatial
+        (r, s), (taps_h, taps_w) = problem.kernel_spatial, taps(problem)
         slots, k_blocks = (-(-channels // CHANNELS) for channels in problem.group_channels)
-        return -(-r // config.taps_h), -(-s // config.taps_w), slots, k_blocks
+        return -(-r // taps_h), -(-s // taps_w), slots, k_blocks
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Images, strips of rows, strips of columns."""
@@ -176,7 +172,7 @@ class Halo(SplitFamily[Config]):
         for tile_q in (width // n for n in range(1, width // 8 + 1) if width % n == 0):
             if tile_q < MIN_TILE_Q and found:
                 break
-            row = Config(1, tile_q, *_taps(problem), 1)
+            row = Config(1, tile_q, 1)
             heights = equal_parts(problem.output_spatial[0], MAX_LINES)
             strips = varied(row, tile_p=dict.fromkeys(h + h % 2 if pairs(row) else h for h in heights))
             found += [strip for strip in strips if self.config_refusal(problem, strip) is None][:3]
@@ -192,10 +188,10 @@ class Halo(SplitFamily[Config]):
     def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
         blocks = self.thread_blocks(problem, config) * config.splits
         units = -(-blocks // target.cores) * -(-self.reduction_blocks(problem, config) // config.splits)
-        height = problem.output_spatial[0]
+        height, (taps_h, taps_w) = problem.output_spatial[0], taps(problem)
         rows = height / -(-height // config.tile_p)  # of a strip, on average
-        products = rows * config.tile_q // 16 * config.taps_h  # of 64 rows of sums
-        columns = CHANNELS * config.taps_w
+        products = rows * config.tile_q // 16 * taps_h  # of 64 rows of sums
+        columns = CHANNELS * taps_w
         load = (lines(problem, config) * pitch(problem, config) + config.tile_p * config.tile_q) * PIXEL_BYTES
         return Work(
             tensor_clocks=units * products * columns / 2,
@@ -209,25 +205,25 @@ class Halo(SplitFamily[Config]):
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
         """fp32 partial sums, in whole tiles."""
-        return 0 if config.splits == 1 else self.thread_blocks(problem, config) * config.splits * config.tile_bytes
+        return 0 if config.splits == 1 else self.thread_blocks(problem, config) * config.splits * tile_bytes(problem)
 
     def _lanes(self, problem: ConvWgradProblem, config: Config) -> int:
         """Threads of a block of the reduction that share an element's splits."""
-        return split_k.reduce_lanes(self.thread_blocks(problem, config) * config.tile_bytes // 16, config.splits)
+        return split_k.reduce_lanes(self.thread_blocks(problem, config) * tile_bytes(problem) // 16, config.splits)
 
     def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
         """Specialised to taps and the strip's geometry."""
-        p, units = problem, self.reduction_blocks(problem, config)
+        p, units, (taps_h, taps_w) = problem, self.reduction_blocks(problem, config), taps(problem)
         _, groups_w, slots, k_blocks = self.tile_counts(p, config)
         batch, _, tiles_q = self.block_counts(p, config)
         x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, pitch(p, config), 1, 1))
         dy_map = box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
         return Kernel(
-            threads=128 * (config.taps_h + 1),
+            threads=128 * (taps_h + 1),
             shared_bytes=shared_bytes(p, config),
             macros={
-                **field_macros(config, "taps_h", "taps_w", "tile_q"),
-                "TILE_N": CHANNELS * config.taps_w,
+                **{"TAPS_H": taps_h, "TAPS_W": taps_w, "TILE_N": CHANNELS * taps_w},
+                **field_macros(config, "tile_q"),
                 "BATCH_ROWS": batch_rows(p, config),
             },
             args={
@@ -259,7 +255,7 @@ class Halo(SplitFamily[Config]):
         main = kernel.launch(self.kernel_name(problem), (count, config.splits, 1), out, partials)
         if config.splits == 1:
             return (main,)
-        grid = (config.tile_bytes // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1)
+        grid = (tile_bytes(problem) // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1)
         return main, reduction(self.kernel_name(problem, "_reduce"), grid, partials, out, kernel.struct.param())
 
 

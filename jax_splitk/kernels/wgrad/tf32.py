@@ -40,7 +40,7 @@ MAX_STAGES = 8
 MAX_PIXELS = 128  # of a line
 MIN_MIXED = 7  # columns where images of a line may meet within four pixels: at most two then do within eight
 MAX_BOX = 256  # TMA's
-MAX_TAPS_H, MAX_CONSUMERS = 3, 4
+TAPS_H, MAX_TAPS_W, MAX_CONSUMERS = (3, 1), 3, 4
 # Accumulators that fit beside the rest in a consumer's registers, by consumer warpgroups.
 MAX_ACCUMULATORS = {1: 192, 2: 144, 3: 96, 4: 64}
 MAX_FLOAT32_CHAIN = 16384  # pixels of a float32 result's split
@@ -242,10 +242,11 @@ class Tf32(SplitFamily[Config]):
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         v = view(problem)
-        fixed = {"taps_h": range(1, MAX_TAPS_H + 1), "tile_n": TILE_N, "stages": range(2, MAX_STAGES + 1)}
-        if (reason := field_refusal(config, **fixed, tile_p=range(1, v.out[0] + 1))) is not None:
+        taps = {"taps_h": TAPS_H, "taps_w": range(1, MAX_TAPS_W + 1)}
+        fixed = {"tile_n": TILE_N, "stages": range(2, MAX_STAGES + 1)}
+        if (reason := field_refusal(config, **taps, **fixed, tile_p=range(1, v.out[0] + 1))) is not None:
             return reason
-        if config.taps_w < 1 or config.blocks < 1 or config.consumers > MAX_CONSUMERS:
+        if config.blocks < 1 or config.consumers > MAX_CONSUMERS:
             return f"taps_w {config.taps_w} and blocks {config.blocks}; accepted: products of 1 to {MAX_CONSUMERS}"
         most = MAX_ACCUMULATORS[config.consumers]
         if config.accumulators > most:
@@ -288,7 +289,7 @@ class Tf32(SplitFamily[Config]):
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs, the most promising first; their splits fill the machine once."""
         v, found = view(problem), list[list[Config]]()
-        taps = itertools.product(equal_parts(v.kernel[0], MAX_TAPS_H), equal_parts(v.kernel[1], MAX_CONSUMERS))
+        taps = itertools.product([h for h in TAPS_H if h <= v.kernel[0]], equal_parts(v.kernel[1], MAX_TAPS_W))
         slots = -(-problem.in_channels // BLOCK_CHANNELS)
         whole = next((n for n in TILE_N if n >= problem.out_channels), TILE_N[-1])
         widths = [n for n in TILE_N if n <= whole]

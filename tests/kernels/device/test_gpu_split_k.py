@@ -44,7 +44,7 @@ def test_reduce_splits_is_exact_with_any_lanes(out_dtype: str) -> None:
 
 
 def test_reduce_tiles_is_exact_with_any_lanes() -> None:
-    config = halo.Config(2, 16, 1, 2, 1)
+    config = halo.Config(2, 16, 1)
     configs = of_splits(halo.FAMILY, TILES, config, halo.FAMILY.reduction_blocks(TILES, config))
     assert lanes(halo.FAMILY, TILES, configs, "Args") == set(LANES)
     on_gpu.check_exact(halo.FAMILY, TILES, configs)

@@ -206,8 +206,8 @@ def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> No
 
 def test_smaller_tiles_with_more_stages_are_tried() -> None:
     p = suite(grouped.FAMILY, "grouped")[1].problem()
-    near = grouped.FAMILY.neighbours(p, grouped.Config(64, 64, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
-    assert grouped.Config(64, 64, 1, 7, 14, 1, 6, 16) in near
+    near = grouped.FAMILY.neighbours(p, grouped.Config(32, 32, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
+    assert grouped.Config(32, 32, 1, 7, 14, 1, 6, 16) in near
 
 
 # ---- the implicit GEMM of im2col mode ------------------------------------------------------------------------------
