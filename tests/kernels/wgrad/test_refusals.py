@@ -349,7 +349,7 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     (
         grouped.FAMILY, {"size": (14, 14), "channels": (128, 128), "groups": 2},
         grouped.Config(32, 32, 1, 7, 14, 1, 2, 1),
-        [({"in_block": 64, "out_block": 64}, "in_block 64, out_block 64; accepted with these groups: 32x64, 16x64")], [],
+        [({"in_block": 64, "out_block": 64}, "in_block 64, out_block 64; accepted with these groups: 32x64,")], [],
     ),
     (
         tf32.FAMILY, {}, tf32.Config(3, 3, 1, 64, 1, 8, 32, 4, 4),
