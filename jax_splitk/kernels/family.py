@@ -7,12 +7,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from jax import numpy as jnp
+
 from jax_splitk.kernels import cost_model
-from jax_splitk.kernels.device.structs import Struct, Values, declarations
+from jax_splitk.kernels.device.structs import Struct, declarations
 from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem, nbytes
-from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap
+from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, TiledMap, tensor_map_strides
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target, hopper_refusal
 
@@ -144,12 +146,10 @@ class CudaFamily(Family[_Problem, _Config]):
 
     Attributes:
       file: the device source, relative to this folder; in another package an absolute path.
-      structs: the structs that replace `#include "structs.cuh"` by default.
     """
 
     implementation = "cutlass"
     file: ClassVar[str]
-    structs: ClassVar[tuple[type[Struct], ...]] = ()
 
     def target_refusal(self, target: Target | None) -> str | None:
         return hopper_refusal(target)
@@ -162,9 +162,9 @@ class CudaFamily(Family[_Problem, _Config]):
     def macros(self, problem: _Problem, config: _Config) -> dict[str, int]:
         """Macros that specialise the device code."""
 
-    @abc.abstractmethod
-    def buffers(self, problem: _Problem, config: _Config) -> tuple[Buffer, ...]:
+    def buffers(self, problem: Any, config: _Config) -> tuple[Buffer, ...]:
         """The custom call's operands and results; the last is the workspace."""
+        return call_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: _Problem, config: _Config) -> tuple[TiledMap | Im2colMap, ...]:
         """Tensor maps of the buffers."""
@@ -182,15 +182,14 @@ class CudaFamily(Family[_Problem, _Config]):
         """`macros`, and the macro KERNEL(role)."""
         return ("KERNEL(role)", f"{self.kernel_name(problem)}##role"), *self.macros(problem, config).items()
 
-    def declared(self, problem: _Problem, config: _Config) -> Sequence[type[Struct] | Values]:
-        """The structs that `#include "structs.cuh"` declares."""
-        return self.structs
+    def structs(self, problem: _Problem, config: _Config) -> list[Struct]:
+        """What stands for `#include "structs.cuh"` in the device source: the structs that the launches hand over."""
+        return [p for launch in self.launches(problem, config) for p in launch.params if isinstance(p, Struct)]
 
     def source(self, problem: _Problem, config: _Config) -> Source:
         """The specialised device code."""
-        structs = self.declared(problem, config)
-        text = declarations(*structs) if structs else ""
-        return Source(self.file, self.defines(problem, config), text)
+        structs = declarations(*self.structs(problem, config))
+        return Source(self.file, self.defines(problem, config), structs)
 
     def plan(self, problem: _Problem, config: _Config) -> DevicePlan:
         given = (problem, config)
@@ -275,6 +274,14 @@ def call_buffers(problem: Problem | ConvProblem, workspace_bytes: int = 0) -> tu
     """The custom call's buffers: the operands, the result, the workspace."""
     sizes = [nbytes(*array) for array in (*problem.operand_types, (problem.out_shape, problem.out_dtype))]
     return tuple(Buffer(size, 16) for size in (*sizes, workspace_bytes))
+
+
+def box_map(p: Any, buffer: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
+    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape, under the swizzle of
+    a box's rows of 16 to 128 bytes."""
+    dims, item = shape[::-1], jnp.dtype(p.dtype).itemsize
+    swizzle = (box[0] * item // 16).bit_length() - 1  # CUtensorMapSwizzle
+    return TiledMap(buffer, p.dtype, dims, tensor_map_strides(dims, item), box, swizzle)
 
 
 def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:

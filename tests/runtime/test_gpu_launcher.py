@@ -112,8 +112,7 @@ def test_a_plan_for_another_kernel_is_refused() -> None:
     first, *others = made.launches
     count = len(first.params)
     longer = tuple(
-        dataclasses.replace(param, values=(*param.values, 0, 0)) if isinstance(param, Int32Struct) else param
-        for param in first.params
+        Int32Struct((*param.values, 0, 0)) if isinstance(param, Int32Struct) else param for param in first.params
     )
     for params, message in (
         (first.params[:-1], rf"takes {count} parameters; the plan gives {count - 1}"),

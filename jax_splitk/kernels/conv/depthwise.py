@@ -11,10 +11,10 @@ import math
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv import passes
-from jax_splitk.kernels.conv.passes import Passes, of_both_passes, output_blocks
+from jax_splitk.kernels.conv.passes import of_both_passes, output_blocks
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
@@ -42,13 +42,6 @@ class Config:
 
     columns: int
     rows: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """The kernel's arguments: the number of threads that compute something."""
-
-    items: int
 
 
 def _forward(problem: ConvProblem) -> Geometry:
@@ -90,12 +83,11 @@ def _registers(problem: ConvProblem, config: Config) -> int:
     return _window(g) * config.columns * channels + math.prod(g.kernel) + words + 24
 
 
-class DepthwiseConv(Passes[Config]):
+class DepthwiseConv(ModelledFamily[ConvProblem, Config]):
     """Each input channel has one output channel."""
 
     ABI = 1
     file = "conv/depthwise.cu"
-    structs = (Args,)
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p, g = problem, _forward(problem)
@@ -183,13 +175,9 @@ class DepthwiseConv(Passes[Config]):
         }
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
-        args = Args(_items(problem, config))
-        grid = (-(-args.items // _THREADS), 1, 1)
-        return (
-            Launch(
-                self.kernel_name(problem), grid, (_THREADS, 1, 1), (Pointer(0), Pointer(1), args.param(), Pointer(2))
-            ),
-        )
+        items = _items(problem, config)  # threads that compute something
+        params = (Pointer(0), Pointer(1), Struct("Args", {"items": items}), Pointer(2))
+        return (Launch(self.kernel_name(problem), (-(-items // _THREADS), 1, 1), (_THREADS, 1, 1), params),)
 
 
 FPROP, DGRAD = of_both_passes(DepthwiseConv, "depthwise", Config)

@@ -11,11 +11,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from jax_splitk.kernels.conv.passes import Passes
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.split_k import OUT_CODES
-from jax_splitk.kernels.device.structs import Divisor, Values
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.gather_layout import GatherTile, Layout, Volume, layout_of, volume
 from jax_splitk.kernels.wgrad.geometry import axis_macros
@@ -122,7 +121,7 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES])
 
 
-class Gather(Passes[Config]):
+class Gather(ModelledFamily[ConvProblem, Config]):
     """Few input channels to all output channels."""
 
     name = "fprop_gather"
@@ -238,10 +237,10 @@ class Gather(Passes[Config]):
             **field_macros(x),
         }
 
-    def _args(self, problem: ConvProblem, config: Config) -> Values:
+    def _args(self, problem: ConvProblem, config: Config) -> Struct:
         v = _volume(problem)
         counts = _block_counts(v, config)
-        return Values(
+        return Struct(
             "Args",
             {
                 "batch": v.batch,
@@ -257,16 +256,13 @@ class Gather(Passes[Config]):
             },
         )
 
-    def declared(self, problem: ConvProblem, config: Config) -> Sequence[Values]:
-        return (self._args(problem, config),)
-
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as fit the machine at a time; each goes from tile to tile."""
         tiles = math.prod(_block_counts(_volume(problem), config))
         columns = -(-problem.out_channels // config.tile_n)
         resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)
         grid = (min(tiles, max(1, resident // columns)), columns, 1)
-        params = (Pointer(0), Pointer(1), self._args(problem, config).param(), Pointer(2))
+        params = (Pointer(0), Pointer(1), self._args(problem, config), Pointer(2))
         block = (128 * (config.consumers + 1), 1, 1)
         return (Launch(self.kernel_name(problem), grid, block, params, _shared_bytes(problem, config)),)
 

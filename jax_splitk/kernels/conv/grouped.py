@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from jax import numpy as jnp
 
 from jax_splitk.kernels.conv import passes
-from jax_splitk.kernels.conv.passes import Passes, forward, of_both_passes, output_blocks
+from jax_splitk.kernels.conv.passes import forward, of_both_passes, output_blocks
 from jax_splitk.kernels.device.split_k import MAX_GRID_Y, OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
@@ -72,14 +72,6 @@ class Config:
     strips: int
     stages: int
     workers: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernel."""
-
-    images: int
-    tiles: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -309,12 +301,11 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
     return max((n for n in range(1, by_memory + 1) if _fits_registers(t.warps, t.registers, n)), default=0)
 
 
-class GroupedConv(Passes[Config]):
+class GroupedConv(ModelledFamily[ConvProblem, Config]):
     """Few channels to a group."""
 
     ABI = 1
     file = "conv/grouped.cu"
-    structs = (Args,)
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
@@ -486,7 +477,7 @@ class GroupedConv(Passes[Config]):
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         t, batch = tiling(problem, config), problem.batch
-        args = Args(batch, math.prod(t.tiles)).param()
+        args = Struct("Args", {"images": batch, "tiles": math.prod(t.tiles)})
         grid, block = (t.blocks, config.workers, 1), (32 * (t.warps + 1), 1, 1)
         params = (MapParam(0), MapParam(1), MapParam(2), MapParam(3), Pointer(0), Pointer(1), args, Pointer(2))
         return (Launch(self.kernel_name(problem), grid, block, params, shared_bytes(problem, config)),)

@@ -2,7 +2,7 @@
 conv/im2col.cu).
 
 Implicit GEMM ("Implicit GEMM Convolution" in CUTLASS's documentation) of [pixels, taps * channels] by [taps * channels,
-output channels], whose reduction may be split: see `SplitTileFamily`.
+output channels], whose reduction may be split: see `SplitFamily`.
 
 An input gradient is a forward pass of g with the mirrored weight. Where it has strides, each residue of its pixels
 modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.conv.im2col_config import (
     BARRIER_BYTES,
     IM2COL_LIMITS,
@@ -30,19 +31,17 @@ from jax_splitk.kernels.conv.im2col_config import (
     tile_count,
     tile_counts,
 )
-from jax_splitk.kernels.conv.passes import Passes, forward, of_both_passes
+from jax_splitk.kernels.conv.passes import forward, of_both_passes
 from jax_splitk.kernels.conv.phases import axes, phases, pixels, tap_counts
-from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.split_tile import (
     BOX,
     MAX_ELEMENTS,
     SWIZZLES,
-    SplitTileFamily,
     is_whole,
     map_dtype,
     operand_map,
 )
-from jax_splitk.kernels.device.structs import Divisor, Field, Values
+from jax_splitk.kernels.device.structs import Divisor, Field, Struct
 from jax_splitk.kernels.device.wgmma_tile import (
     MAX_STAGES,
     MIN_STAGES,
@@ -84,7 +83,7 @@ def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
     size = 1 << (max(len(axis.residues) for axis in of) - 1).bit_length()
     for name, axis in zip("whd", reversed(of), strict=False):
         rows = [
-            Values(
+            Struct(
                 "Residue",
                 {
                     "taps": Divisor.of(residue.taps),
@@ -107,7 +106,7 @@ def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
     return tuple(sign * axis.tap_step * pitch for axis, pitch in zip(of, pitches, strict=True))
 
 
-class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
+class Im2colConv(TileFamily[ConvProblem, Config]):
     """All channels of a group with all."""
 
     ABI = 3
@@ -300,8 +299,8 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
         return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
 
-    def whole(self, problem: ConvProblem) -> Iterator[Config]:
-        yield from super().whole(problem)
+    def variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
+        yield from super().variants(problem, target)
         for taps, (tile_m, tile_n) in itertools.product(self._shared(problem)[1:], self.tiles(problem)):
             config = Config(tile_m, tile_n, 0, taps=taps)
             counts = [self.stage_counts(config), self.stage_counts(config, blocks_per_sm=2)]
@@ -325,19 +324,18 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
     def chains(self, problem: ConvProblem, config: Config) -> list[int]:
         return sorted(self._chains(problem, config), reverse=True)
 
-    def thread_blocks(self, problem: ConvProblem, config: Config) -> int:
-        """Of one split."""
-        return config.workers or tile_count(problem, config) * phases(problem)
+    def tile_counts(self, problem: ConvProblem, config: Config) -> tuple[int, ...]:
+        return (config.workers,) if config.workers else (tile_count(problem, config), phases(problem))
 
     def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
         return self.thread_blocks(problem, config), 1, config.splits
 
-    def args(self, problem: ConvProblem, config: Config) -> Values:
+    def args(self, problem: ConvProblem, config: Config) -> Struct:
         """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
         whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
         channels that no group has."""
         of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), forward(problem)
-        return Values(
+        return Struct(
             "Args",
             {
                 **(self._persistent_args(problem, config) if config.workers else {}),
@@ -372,7 +370,6 @@ class Im2colConv(SplitTileFamily[ConvProblem, Config], Passes[Config]):
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         of, is_forward = axes(problem, config.taps), isinstance(problem, ConvFpropProblem)
         return {
-            "ELEMENT": OUT_CODES[problem.dtype],
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
             "PHASED": int(_rows_lie_apart(problem, config)),

@@ -4,24 +4,14 @@ strides or with a dilated input."""
 import functools
 from typing import Any, TypeVar
 
-from jax_splitk.kernels.family import Family, ModelledFamily, call_buffers
+from jax_splitk.kernels.family import Family
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros
 from jax_splitk.problems.conv_passes import ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.runtime.plan import Buffer
 
 MAX_SIZE = 2**24 - 1
 
-_Config = TypeVar("_Config")
 _Family = TypeVar("_Family", bound=Family[Any, Any])
-
-
-class Passes(ModelledFamily[ConvProblem, _Config]):
-    """Kernels of either pass, or of one."""
-
-    def buffers(self, problem: ConvProblem, config: _Config) -> tuple[Buffer, ...]:
-        """The operands, the result, the workspace."""
-        return call_buffers(problem, self.workspace_bytes(problem, config))
 
 
 def of_both_passes(family: type[_Family], name: str, config: type[Any]) -> tuple[_Family, _Family]:

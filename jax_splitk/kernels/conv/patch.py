@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from jax_splitk.kernels.device.split_tile import BOX, operand_map
-from jax_splitk.kernels.device.structs import Divisor, Values
+from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.dot import tma
 from jax_splitk.kernels.dot.tma import Config
 from jax_splitk.kernels.family import Translated, call_buffers
@@ -91,14 +91,14 @@ class _Products(tma.Tma):
     """dot_tma, with windows as an operand. Filter rows pad to whole chunks of a reduction and of rows
     of the result. Its problems are `_Product`s."""
 
-    def args(self, problem: Any, config: Config) -> Values:
+    def args(self, problem: Any, config: Config) -> Struct:
         p: ConvProblem = problem.conv
         g = geometry(p, 3)
         view = g.out if _is_strided(g) else (g.out[1], 1, g.out[2])  # of `_windows`
-        return Values(
+        return Struct(
             "Args",
             {
-                **super().args(problem, config).values,
+                **super().args(problem, config).fields,
                 "row": Divisor.of(_row(p)),
                 "chunks": Divisor.of(_chunks(p)),
                 "filter_rows": _filter_rows(p),

@@ -17,7 +17,7 @@ from jax import numpy as jnp
 from jax_splitk.kernels.conv import passes
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.wgrad import refusals
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
@@ -65,13 +65,6 @@ class Config:
     ahead: int = 2
     tall: bool = False
     turns: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """Of the kernel."""
-
-    images: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -260,12 +253,11 @@ def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
     }
 
 
-class ToeplitzConv(passes.Passes[Config]):
+class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
     """One input channel to each output channel, unit dilations."""
 
     ABI = 2
     file = "conv/toeplitz.cu"
-    structs = (Args,)
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p, g = problem, _forward(problem)
@@ -390,7 +382,7 @@ class ToeplitzConv(passes.Passes[Config]):
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         t = tiling(problem, config)
-        params = (Pointer(0), Pointer(1), Args(_forward(problem).batch).param(), Pointer(2))
+        params = (Pointer(0), Pointer(1), Struct("Args", {"images": _forward(problem).batch}), Pointer(2))
         return (Launch(self.kernel_name(problem), (t.blocks, 1, 1), (32 * t.warps, 1, 1), params, t.shared_bytes),)
 
 

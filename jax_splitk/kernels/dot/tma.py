@@ -1,6 +1,6 @@
 """Kernel family: matrix products on Hopper whose operands go by TMA to WGMMA as they are (device code: dot/tma.cu).
 
-The output is cut into tiles and the reduction over k into splits: see `SplitTileFamily`. What adds the splits computes
+The output is cut into tiles and the reduction over k into splits: see `SplitFamily`. What adds the splits computes
 the epilogue, too, once (device/epilogue.cuh).
 """
 
@@ -9,19 +9,18 @@ import math
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
     MAX_FLOAT32_CHAIN,
     MAX_GRID_YZ,
     SplitTile,
-    SplitTileFamily,
     is_whole,
     operand_map,
 )
-from jax_splitk.kernels.device.structs import Divisor, Values
+from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.device.wgmma_tile import MAX_CHAINED_SUMS, ROW_BYTES, TILES
-from jax_splitk.kernels.family import call_buffers
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
 
@@ -115,7 +114,7 @@ def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
     }
 
 
-class Tma(SplitTileFamily[DotProblem, Config]):
+class Tma(TileFamily[DotProblem, Config]):
     """Chosen wherever it is legal and predicted to be the fastest."""
 
     name = "dot_tma"
@@ -199,19 +198,18 @@ class Tma(SplitTileFamily[DotProblem, Config]):
     def chains(self, problem: DotProblem, config: Config) -> tuple[int]:
         return (k_blocks(problem),)
 
-    def thread_blocks(self, problem: DotProblem, config: Config) -> int:
-        """Of one split."""
-        return math.prod(tile_counts(problem, config)) * problem.batch
+    def tile_counts(self, problem: DotProblem, config: Config) -> tuple[int, ...]:
+        return *tile_counts(problem, config), problem.batch
 
     def grid(self, problem: DotProblem, config: Config) -> tuple[int, int, int]:
         return *tile_counts(problem, config), config.splits * problem.batch
 
-    def args(self, problem: DotProblem, config: Config) -> Values:
+    def args(self, problem: DotProblem, config: Config) -> Struct:
         """Tiles along m and n; blocks of the reduction of a split, of which the first `longer` splits have one more;
         whether a single tile reads any of the operand, so that it need not stay in the L2."""
         rows, columns = tile_counts(problem, config)
         blocks, longer = divmod(k_blocks(problem), config.splits)
-        return Values(
+        return Struct(
             "Args",
             {
                 "m": problem.m,
@@ -228,8 +226,8 @@ class Tma(SplitTileFamily[DotProblem, Config]):
 
     def macros(self, problem: DotProblem, config: Config) -> dict[str, int]:
         return {
-            "ELEMENT": ELEMENT_CODES[problem.dtype],
             **super().macros(problem, config),
+            "ELEMENT": ELEMENT_CODES[problem.dtype],
             "A_MN": int(problem.lhs_order[-1] == "m"),
             "B_MN": int(problem.rhs_order[-1] == "n"),
             "A_WHOLE": int(is_whole(problem.m)),
@@ -237,10 +235,6 @@ class Tma(SplitTileFamily[DotProblem, Config]):
             "CHAIN": chained_stages(problem, config),
             **_epilogue_macros(problem),
         }
-
-    def buffers(self, problem: DotProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """lhs, rhs, those of the epilogue, out, workspace."""
-        return call_buffers(problem, self.workspace_bytes(problem, config))
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
         p = problem

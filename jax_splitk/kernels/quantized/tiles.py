@@ -7,10 +7,10 @@ A family adds what its inner loop, over a block of 128 k, needs.
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, TypeAlias, TypeVar
 
-from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.named import NamedByFormat
@@ -95,13 +95,13 @@ def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
     return Schedule(tiles, k_blocks(problem), config.blocks // config.worker_blocks, config.whole_tiles)
 
 
-def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
+def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
     """Sizes of the output and of the packed weight; tiles, and of what a worker has (see `Schedule`)."""
     given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
     sizes = {"rows": p.rows, "features": p.features, "feature_tiles": p.feature_tiles, "k_tiles": p.k_tiles}
     sizes |= {"groups": p.groups, "k_blocks": given.k_blocks, "tiles_m": tiles_m, "tiles_n": tiles_n}
     work = {"whole_tiles": given.whole_tiles, "range_blocks": given.range_blocks}
-    return Values("Args", {**sizes, **work, "once": int(tiles_n == 1)})  # once: a thread block alone reads a word
+    return Struct("Args", {**sizes, **work, "once": int(tiles_n == 1)})  # once: a thread block alone reads a word
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
@@ -366,9 +366,6 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         del problem, config, workspace
         return (), ()
 
-    def declared(self, problem: QuantizedMatmulProblem, config: _Config) -> Sequence[Values]:
-        return [_args(problem, config)]
-
     def macros(self, problem: QuantizedMatmulProblem, config: _Config) -> dict[str, int]:
         """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
         rows where they are few, and with splits the ranges of k."""
@@ -390,17 +387,13 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             **self.loop_macros(problem, config),
         }
 
-    def buffers(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[plan.Buffer, ...]:
-        """x, words, scale, zero point if there is one, result, workspace."""
-        return (*dequantize.buffers(problem), plan.Buffer(self.workspace_bytes(problem, config), 256))
-
     def maps(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[plan.TiledMap, ...]:
-        return (self.x_map(problem, config, len(dequantize.buffers(problem))),)
+        return (self.x_map(problem, config, len(problem.operand_types) + 1),)
 
     def launches(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[plan.Launch, ...]:
-        workspace = len(dequantize.buffers(problem))
+        workspace = len(problem.operand_types) + 1
         out, partials = plan.Pointer(workspace - 1), plan.Pointer(workspace, self.prepared_bytes(problem, config))
-        args = _args(problem, config).param()
+        args = _args(problem, config)
         operands, first = self.prepare(problem, config, workspace)
         main = plan.Launch(
             kernel=self.kernel_name(problem),

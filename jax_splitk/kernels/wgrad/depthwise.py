@@ -12,13 +12,15 @@ import itertools
 import math
 
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.structs import Struct, constants
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.split import SplitFamily, one_block_apart
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, one_block_apart
 from jax_splitk.kernels.wgrad.geometry import bytes_touched, geometry
 from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
+from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import Target
 
 ROWS = 8  # of a block
@@ -281,7 +283,7 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     return f"{said}: up to {largest} rows or columns; accepted: at most {MAX_EXTENT}"
 
 
-class Depthwise(SplitFamily[Config]):
+class Depthwise(SplitFamily[ConvWgradProblem, Config]):
     """Preferred whenever it is legal: cuDNN reaches 10 to 14% of the memory's bandwidth on such problems."""
 
     name = "wgrad_depthwise"
@@ -360,34 +362,50 @@ class Depthwise(SplitFamily[Config]):
             **self.reduction_work(problem, config),
         )
 
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
-        """The kernel, specialised to everything but the batch, stages and splits."""
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """Macros, specialised to everything but the batch, stages and splits."""
         t, g = tiling(problem, config), axes(problem)
+        return {
+            **super().macros(problem, config),
+            **field_macros(config, "channels", "segments", "images", "warps"),
+            **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
+            **field_macros(g.height, name="{}_H"),
+            **field_macros(g.width, name="{}_W"),
+            **field_macros(problem, "in_channels", "out_channels"),
+            "ROWS": ROWS,
+            "PITCH": g.pitch,
+            "MULTIPLIER": problem.out_channels // problem.in_channels,
+            "TAP_BLOCKS_W": g.width.tap_blocks,
+            "TAP_BLOCKS": g.tap_blocks,
+            "PRODUCERS": PRODUCERS,
+            "MAX_STAGES": MAX_STAGES,
+            "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
+            "STAGE_BYTES": t.planes_bytes,
+            "SUMS": _channel_sums(g.width.size),
+            "SCRATCH": _SCRATCH,
+        }
+
+    def source(self, problem: ConvWgradProblem, config: Config) -> Source:
+        """With the operands' layouts as structs of constants."""
+        source, t = super().source(problem, config), tiling(problem, config)
+        layouts = constants("X", vars(t.x)) + constants("Y", vars(t.y))
+        return dataclasses.replace(source, structs=source.structs + layouts)
+
+    def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
+        t = tiling(problem, config)
         each = -(-t.blocks // config.splits)
-        return Kernel(
-            threads=32 * (config.warps + PRODUCERS),
-            shared_bytes=t.shared_bytes(config.stages),
-            macros={
-                **field_macros(config, "channels", "segments", "images", "warps"),
-                **field_macros(t, "segment", "columns", "used", "tiles", "x_pad", "x_columns"),
-                **field_macros(g.height, name="{}_H"),
-                **field_macros(g.width, name="{}_W"),
-                **field_macros(problem, "in_channels", "out_channels"),
-                "ROWS": ROWS,
-                "PITCH": g.pitch,
-                "MULTIPLIER": problem.out_channels // problem.in_channels,
-                "TAP_BLOCKS_W": g.width.tap_blocks,
-                "TAP_BLOCKS": g.tap_blocks,
-                "PRODUCERS": PRODUCERS,
-                "MAX_STAGES": MAX_STAGES,
-                "CHAIN": CHAIN if problem.out_dtype == "float32" else 0,
-                "STAGE_BYTES": t.planes_bytes,
-                "SUMS": _channel_sums(g.width.size),
-                "SCRATCH": _SCRATCH,
-            },
-            args={"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages},
-            after=(plan.Pointer(0), plan.Pointer(1)),
-            constants={"X": vars(t.x), "Y": vars(t.y)},
+        return Struct(
+            "Args", {"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages}
+        )
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
+        params = self._args(problem, config), plan.Pointer(0), plan.Pointer(1)
+        return self.launch(
+            problem,
+            config,
+            32 * (config.warps + PRODUCERS),
+            tiling(problem, config).shared_bytes(config.stages),
+            *params,
         )
 
 

@@ -13,13 +13,14 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.split import SplitFamily, nearby
 from jax_splitk.kernels.wgrad import depthwise, refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, nearby
 from jax_splitk.kernels.wgrad.geometry import Geometry, axis_macros, bytes_touched, geometry
 from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime.plan import Pointer
+from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import Target
 
 _COLUMNS = (1, 2, 3, 4, 6, 7, 8, 12, 16)
@@ -127,7 +128,7 @@ def _registers(p: ConvWgradProblem, config: Config) -> int:
     return values + (28 if _window(g) == 1 else 40 + _window(g))
 
 
-class DepthwiseAny(SplitFamily[Config]):
+class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
     """One input channel to each output channel, in fp32 on the CUDA cores: what `wgrad_depthwise` refuses."""
 
     name = "wgrad_depthwise_any"
@@ -240,25 +241,22 @@ class DepthwiseAny(SplitFamily[Config]):
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """Specialised to all but the batch and splits."""
         g = _seen(problem)
-        return Kernel(
-            threads=32 * config.warps,
-            shared_bytes=0,
-            macros={
-                **field_macros(config, "columns", "rows", "lanes", "warps"),
-                **axis_macros(
-                    INPUT=g.size, OUTPUT=g.out, KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation, PAD=g.pad
-                ),
-                "CHANNELS": _channels(problem),
-                "WORDS": _words(problem),
-                "MULTIPLIER": problem.out_channels // problem.in_channels,
-                "ALONG_W": int(_is_along_w(g)),
-            },
-            args={"items": _items(problem, config)},
-            after=(Pointer(0), Pointer(1)),
-        )
+        return {
+            **super().macros(problem, config),
+            **field_macros(config, "columns", "rows", "lanes", "warps"),
+            **axis_macros(INPUT=g.size, OUTPUT=g.out, KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation, PAD=g.pad),
+            "CHANNELS": _channels(problem),
+            "WORDS": _words(problem),
+            "MULTIPLIER": problem.out_channels // problem.in_channels,
+            "ALONG_W": int(_is_along_w(g)),
+        }
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> Launch:
+        params = Struct("Args", {"items": _items(problem, config)}), Pointer(0), Pointer(1)
+        return self.launch(problem, config, 32 * config.warps, 0, *params)
 
 
 def _near(values: tuple[int, ...], value: int) -> list[int]:

@@ -14,9 +14,10 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import box_map, field_macros, field_refusal, varied
+from jax_splitk.kernels.split import SplitFamily, nearby, whole_fours
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.gather_layout import (
     GatherTile,
     Layout,
@@ -204,7 +205,7 @@ def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
 
 
-class Gather(SplitFamily[Config]):
+class Gather(SplitFamily[ConvWgradProblem, Config]):
     name = "wgrad_gather"
     ABI = 1
     file = "wgrad/gather.cu"
@@ -323,30 +324,36 @@ class Gather(SplitFamily[Config]):
             **self.reduction_work(problem, config),
         )
 
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
-        """The kernel, specialised to the window, channels and tiles, but not to batch, sizes or splits."""
-        v, tiles = volume(problem), self.reduction_blocks(problem, config)
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """Macros, specialised to the window, channels and tiles, but not to batch, sizes or splits."""
+        v, has_map = volume(problem), _dy_by_tma(volume(problem))
+        return {
+            **super().macros(problem, config),
+            **field_macros(v, "parts", "copies"),
+            **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
+            "TILE_IMAGES": config.images,
+            "CHAIN": chain(v, config),
+            "STAGE_BYTES": _stage_bytes(v, config),
+            **share_macros(blocks_per_sm(v, config), config.consumers),
+            "RAGGED": int(is_ragged(v, config)),
+            "DY_TMA": int(has_map),
+            "DY_VEC": 8 if has_map else math.gcd(v.out_channels, 4),
+            **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
+            **field_macros(layout(v, config)),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        v = volume(problem)
         dy_box = (64, config.tile_q, config.tile_p, 1, config.images)
-        dy_map = (box_map(problem, 1, (v.batch, *v.out, v.out_channels), dy_box),) if _dy_by_tma(v) else ()
+        return (box_map(problem, 1, (v.batch, *v.out, v.out_channels), dy_box),) if _dy_by_tma(v) else ()
+
+    def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
+        v, tiles = volume(problem), self.reduction_blocks(problem, config)
         _, m_tiles, n_tiles = self.tile_counts(problem, config)
         _, _, tiles_h, tiles_w = self.block_counts(problem, config)
-        return Kernel(
-            threads=128 * (config.consumers + 1),
-            shared_bytes=shared_bytes(v, config),
-            macros={
-                **field_macros(v, "parts", "copies"),
-                **field_macros(config, "consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q", "slice"),
-                "TILE_IMAGES": config.images,
-                "CHAIN": chain(v, config),
-                "STAGE_BYTES": _stage_bytes(v, config),
-                **share_macros(blocks_per_sm(v, config), config.consumers),
-                "RAGGED": int(is_ragged(v, config)),
-                "DY_TMA": len(dy_map),
-                "DY_VEC": 8 if dy_map else math.gcd(v.out_channels, 4),
-                **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
-                **field_macros(layout(v, config)),
-            },
-            args={
+        return Struct(
+            "Args",
+            {
                 "batch": v.batch,
                 "in": v.size,
                 "channels": v.channels,
@@ -360,11 +367,15 @@ class Gather(SplitFamily[Config]):
                 "tiles_w": tiles_w,
                 "k_tiles": tiles,  # of pixels
                 "k_tiles_per_split": -(-tiles // config.splits),
-                "partial_stride": partial_stride(problem),
+                "partial_stride": whole_fours(self.partial_size(problem, config)),
             },
-            maps=dy_map,
-            before=() if dy_map else (plan.Pointer(1),),
-            after=(plan.Pointer(0),),
+        )
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
+        dy = plan.MapParam(0) if _dy_by_tma(volume(problem)) else plan.Pointer(1)
+        params = (dy, self._args(problem, config), plan.Pointer(0))
+        return self.launch(
+            problem, config, 128 * (config.consumers + 1), shared_bytes(volume(problem), config), *params
         )
 
 

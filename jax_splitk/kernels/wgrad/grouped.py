@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterator, Mapping
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import box_map, field_macros, field_refusal, varied
+from jax_splitk.kernels.split import SplitFamily, nearby, whole_fours
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, nearby, partial_stride
 from jax_splitk.kernels.wgrad.geometry import axis_macros, bytes_touched, geometry
 from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.runtime.plan import Launch, MapParam, TiledMap
 from jax_splitk.runtime.target import Target
 
 GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)
@@ -241,7 +243,7 @@ def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float],
     return shared_by_all, 1 + of_warp * (x_rows / 3 + config.rows * row_mmas / 12)
 
 
-class Grouped(SplitFamily[Config]):
+class Grouped(SplitFamily[ConvWgradProblem, Config]):
     """Chosen wherever it is legal: XLA's grouped weight gradients run at a fraction of the memory's rate."""
 
     name = "wgrad_grouped"
@@ -374,40 +376,52 @@ class Grouped(SplitFamily[Config]):
             **self.reduction_work(problem, config),
         )
 
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """Specialised to the window, the groups and the image's tiles, not to splits."""
         p, g, t = problem, geometry(problem, 2), tiling(problem, config)
         groups, bundle_in, bundle_out = bundle(p)
         _, tiles_h, tiles_w = self.block_counts(p, config)
-        each, more = divmod(self.reduction_blocks(p, config), config.splits)
+        return {
+            **super().macros(problem, config),
+            **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
+            **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
+            **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
+            **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
+            **field_macros(t),
+            "RAGGED": int(g.out[0] % config.rows != 0),
+            "TILES_H": tiles_h,
+            "TILES_W": tiles_w,
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[TiledMap, ...]:
+        p, g, t = problem, geometry(problem, 2), tiling(problem, config)
         x_box = (config.in_block, t.x_width, t.x_height, config.images)
         dy_box = (config.out_block, t.dy_width, config.rows, config.images)
-        return Kernel(
-            threads=32 * (t.jobs * config.slices + 1),
-            shared_bytes=shared_bytes(p, config),
-            macros={
-                **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
-                **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
-                **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
-                **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
-                **field_macros(t),
-                "RAGGED": int(g.out[0] % config.rows != 0),
-                "TILES_H": tiles_h,
-                "TILES_W": tiles_w,
-            },
-            args={
+        return (
+            box_map(p, 0, (p.batch, *g.size, p.in_channels), x_box),
+            box_map(p, 1, (p.batch, *g.out, p.out_channels), dy_box),
+        )
+
+    def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
+        p, g = problem, geometry(problem, 2)
+        each, more = divmod(self.reduction_blocks(p, config), config.splits)
+        stride = whole_fours(self.partial_size(p, config)) if config.splits > 1 else 0
+        return Struct(
+            "Args",
+            {
                 "out_channels": p.out_channels,
-                "stride": partial_stride(p) if config.splits > 1 else 0,  # from split to split
+                "stride": stride,  # from split to split
                 "out": g.out,
                 "pad": g.pad,
                 "each": each,  # tiles of a split
                 "more": more,  # of the splits, the first, have another one
             },
-            maps=(
-                box_map(p, 0, (p.batch, *g.size, p.in_channels), x_box),
-                box_map(p, 1, (p.batch, *g.out, p.out_channels), dy_box),
-            ),
         )
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> Launch:
+        threads = 32 * (tiling(problem, config).jobs * config.slices + 1)
+        params = MapParam(0), MapParam(1), self._args(problem, config)
+        return self.launch(problem, config, threads, shared_bytes(problem, config), *params)
 
 
 FAMILY = Grouped(Config)

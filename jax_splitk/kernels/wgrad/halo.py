@@ -9,10 +9,10 @@ import dataclasses
 import math
 
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Divisor
-from jax_splitk.kernels.family import field_macros, varied
+from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.family import box_map, field_macros, varied
+from jax_splitk.kernels.split import SplitFamily
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, reduction
 from jax_splitk.kernels.wgrad.geometry import equal_parts
 from jax_splitk.kernels.wgrad.refusals import INT32_MAX
 from jax_splitk.kernels.work import Work
@@ -120,12 +120,13 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     return refusals.padded_input(p, MAX_LINES)
 
 
-class Halo(SplitFamily[Config]):
+class Halo(SplitFamily[ConvWgradProblem, Config]):
     """Its estimates are comparable with the other families', and decide."""
 
     name = "wgrad_halo"
     ABI = 1
     file = "wgrad/halo.cu"
+    roles = ("", "", "_reduce")
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -203,30 +204,32 @@ class Halo(SplitFamily[Config]):
             **self.reduction_work(problem, config),
         )
 
-    def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:
-        """fp32 partial sums, in whole tiles."""
-        return 0 if config.splits == 1 else self.thread_blocks(problem, config) * config.splits * tile_bytes(problem)
+    def partial_size(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Of whole tiles."""
+        return self.thread_blocks(problem, config) * tile_bytes(problem) // 4
 
-    def _lanes(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Threads of a block of the reduction that share an element's splits."""
-        return split_k.reduce_lanes(self.thread_blocks(problem, config) * tile_bytes(problem) // 16, config.splits)
-
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """Specialised to taps and the strip's geometry."""
-        p, units, (taps_h, taps_w) = problem, self.reduction_blocks(problem, config), taps(problem)
+        taps_h, taps_w = taps(problem)
+        return {
+            **super().macros(problem, config),
+            **{"TAPS_H": taps_h, "TAPS_W": taps_w, "TILE_N": CHANNELS * taps_w},
+            **field_macros(config, "tile_q"),
+            "BATCH_ROWS": batch_rows(problem, config),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        p, width = problem, pitch(problem, config)
+        x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, width, 1, 1))
+        return x_map, box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
+
+    def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
+        p, units = problem, self.reduction_blocks(problem, config)
         _, groups_w, slots, k_blocks = self.tile_counts(p, config)
         batch, _, tiles_q = self.block_counts(p, config)
-        x_map = box_map(p, 0, p.lhs_shape, (CHANNELS, pitch(p, config), 1, 1))
-        dy_map = box_map(p, 1, p.g_shape, (CHANNELS, config.tile_q, 1, 1))
-        return Kernel(
-            threads=128 * (taps_h + 1),
-            shared_bytes=shared_bytes(p, config),
-            macros={
-                **{"TAPS_H": taps_h, "TAPS_W": taps_w, "TILE_N": CHANNELS * taps_w},
-                **field_macros(config, "tile_q"),
-                "BATCH_ROWS": batch_rows(p, config),
-            },
-            args={
+        return Struct(
+            "Args",
+            {
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
                 "filter": p.kernel_spatial,
@@ -246,17 +249,23 @@ class Halo(SplitFamily[Config]):
                 "splits": config.splits,
                 "lanes": self._lanes(p, config),
             },
-            maps=(x_map, dy_map),
         )
 
-    def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
-        kernel, count = self.kernel(problem, config), self.thread_blocks(problem, config)
-        out, partials = plan.Pointer(2), plan.Pointer(3)
-        main = kernel.launch(self.kernel_name(problem), (count, config.splits, 1), out, partials)
-        if config.splits == 1:
-            return (main,)
-        grid = (tile_bytes(problem) // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS, count, 1)
-        return main, reduction(self.kernel_name(problem, "_reduce"), grid, partials, out, kernel.struct.param())
+    def _lanes(self, problem: ConvWgradProblem, config: Config) -> int:
+        """Threads of a block of the reduction that share an element's splits."""
+        return split_k.reduce_lanes(self.partial_size(problem, config) // 4, config.splits)
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
+        """Its parameters are the result and partial sums, in any case."""
+        params = plan.MapParam(0), plan.MapParam(1), self._args(problem, config)
+        threads = 128 * (taps(problem)[0] + 1)
+        main = self.launch(problem, config, threads, shared_bytes(problem, config), *params)
+        return dataclasses.replace(main, params=(*params, plan.Pointer(2), plan.Pointer(3)))
+
+    def reduction(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
+        pieces = tile_bytes(problem) // 16 * self._lanes(problem, config) // split_k.REDUCE_THREADS
+        grid = (pieces, self.thread_blocks(problem, config), 1)
+        return self.adding(problem, config, grid, self._args(problem, config))
 
 
 FAMILY = Halo(Config)

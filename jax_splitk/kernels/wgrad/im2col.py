@@ -14,17 +14,9 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device import split_k, wgmma_tile
 from jax_splitk.kernels.device.structs import Divisor, Struct
-from jax_splitk.kernels.family import field_macros, varied
+from jax_splitk.kernels.family import box_map, field_macros, varied
+from jax_splitk.kernels.split import SplitFamily, nearby, one_block_apart, whole_fours
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import (
-    Kernel,
-    SplitFamily,
-    box_map,
-    nearby,
-    one_block_apart,
-    partial_stride,
-    reduction,
-)
 from jax_splitk.kernels.wgrad.geometry import bytes_touched, folded, geometry, is_matrix_product
 from jax_splitk.kernels.work import Work
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -93,7 +85,7 @@ def discards(problem: ConvWgradProblem, config: Config) -> bool:
     It does so only for whole lines, many enough to be worth the instructions, and if memory is the limit: this gains 2%
     on 1x1 convolutions, and costs 1% on others.
     """
-    stride = partial_stride(problem)
+    stride = whole_fours(math.prod(problem.out_shape))
     many = config.splits * stride * 4 >= DISCARD_BYTES
     return takes_turns(problem, config) and stride % LINE_FLOATS == 0 and many
 
@@ -137,16 +129,6 @@ VARIANTS = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class TailArgs(Struct):
-    """Arguments of plans that split the last tiles only: the number of whole tiles, of the others, and the splits of
-    each of the others."""
-
-    whole: int
-    rest: int
-    splits: int
-
-
 def _x_map(problem: ConvWgradProblem) -> plan.TiledMap | plan.Im2colMap:
     if is_matrix_product(problem):
         return _matrix_map(problem, 0, problem.in_channels)
@@ -169,13 +151,12 @@ def _matrix_map(p: ConvWgradProblem, buffer: int, channels: int) -> plan.TiledMa
     return box_map(p, buffer, (p.reduction_size, channels), (SLOT, BLOCK_K))
 
 
-class Im2col(SplitFamily[Config]):
+class Im2col(SplitFamily[ConvWgradProblem, Config]):
     """Preferred whenever it is legal: no shape is known on which XLA is faster by more than tuning recovers."""
 
     name = "wgrad_im2col"
     ABI = 2
     file = "wgrad/im2col.cu"
-    structs = (TailArgs,)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return (
@@ -282,8 +263,22 @@ class Im2col(SplitFamily[Config]):
             return self.rest_tiles(problem, config) * config.splits * config.tile_m * config.tile_n * 4
         return super().workspace_bytes(problem, config)
 
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
-        """The kernel, specialised to tile and rank, and hardly to sizes. Depth (d, o) counts under RANK3 only."""
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
+        """Macros, specialised to tile and rank, and hardly to sizes. Depth (d, o) counts under RANK3 only."""
+        return {
+            **super().macros(problem, config),
+            **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
+            "X_TILED": int(is_matrix_product(problem)),
+            "RANK3": int(folded(problem).rank == 3),
+            "TAIL": int(config.whole_tiles > 0),
+            "DISCARD": int(discards(problem, config)),
+            "CHAIN": chained_stages(problem, config),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
+        return _x_map(problem), _matrix_map(problem, 1, problem.out_channels)
+
+    def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
         g, (channels, out_channels) = geometry(folded(problem), 3), problem.group_channels
         turns = takes_turns(problem, config)
         # Distance of a split's neighbouring blocks of pixels, and the same as a mixed-radix number.
@@ -293,18 +288,9 @@ class Im2col(SplitFamily[Config]):
         step_n, step_o = divmod(rest, g.out[0])
         blocks, (tiles_m, tiles_n) = k_tiles(problem), self.tile_counts(problem, config)
         x_tiles, dy_tiles = (tiles_n, tiles_m) if config.swap else (tiles_m, tiles_n)
-        return Kernel(
-            threads=config.threads,
-            shared_bytes=config.shared_bytes,
-            macros={
-                **field_macros(config, "tile_m", "tile_n", "stages", "swap"),
-                "X_TILED": int(is_matrix_product(problem)),
-                "RANK3": int(folded(problem).rank == 3),
-                "TAIL": int(config.whole_tiles > 0),
-                "DISCARD": int(discards(problem, config)),
-                "CHAIN": chained_stages(problem, config),
-            },
-            args={
+        return Struct(
+            "Args",
+            {
                 "channels": channels,
                 "out_channels": out_channels,
                 "taps": problem.taps,
@@ -323,20 +309,33 @@ class Im2col(SplitFamily[Config]):
                 "x_once": int(turns and dy_tiles == 1),
                 "dy_once": int(turns and x_tiles == 1),
             },
-            maps=(_x_map(problem), _matrix_map(problem, 1, problem.out_channels)),
         )
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
+        params = plan.MapParam(0), plan.MapParam(1), self._args(problem, config)
+        return self.launch(problem, config, config.threads, config.shared_bytes, *params)
+
+    def _tail_args(self, problem: ConvWgradProblem, config: Config) -> Struct:
+        """Of plans that split the last tiles only: the tiles that are whole, the rest, and the splits of each of
+        these."""
+        rest = self.rest_tiles(problem, config)
+        return Struct("TailArgs", {"whole": config.whole_tiles, "rest": rest, "splits": config.splits})
+
+    def structs(self, problem: ConvWgradProblem, config: Config) -> list[Struct]:
+        return [self._tail_args(problem, config), *super().structs(problem, config)]
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.Launch, ...]:
         if not config.whole_tiles:
             return super().launches(problem, config)
-        kernel, rest = self.kernel(problem, config), self.rest_tiles(problem, config)
-        tail = TailArgs(config.whole_tiles, rest, config.splits).param()
+        rest, tail, out = self.rest_tiles(problem, config), self._tail_args(problem, config), plan.Pointer(2)
         grid = (config.whole_tiles + rest * config.splits, 1, 1)
         reduce_grid = (config.tile_m * config.tile_n // 4 // (split_k.REDUCE_THREADS * TAIL_CHUNKS), rest, 1)
-        out, partials = plan.Pointer(2), plan.Pointer(3)
-        main = kernel.launch(self.kernel_name(problem, "_tail"), grid, tail, out, partials)
-        name = self.kernel_name(problem, "_reduce_tail")
-        return main, reduction(name, reduce_grid, kernel.struct.param(), tail, partials, out)
+        main, partials = self.main(problem, config), plan.Pointer(3)
+        params = (*main.params[:-1], tail, out, partials)
+        main = dataclasses.replace(main, kernel=self.kernel_name(problem, "_tail"), grid=grid, params=params)
+        args = self._args(problem, config)
+        reduce_threads, name = (split_k.REDUCE_THREADS, 1, 1), self.kernel_name(problem, "_reduce_tail")
+        return main, plan.Launch(name, reduce_grid, reduce_threads, (args, tail, partials, out), programmatic=True)
 
 
 FAMILY = Im2col(Config)

@@ -10,9 +10,10 @@ import math
 
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import share_macros
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.family import box_map, field_macros, field_refusal, varied
+from jax_splitk.kernels.split import SplitFamily, whole_fours
 from jax_splitk.kernels.wgrad import refusals
-from jax_splitk.kernels.wgrad.family import Kernel, SplitFamily, box_map, partial_stride
 from jax_splitk.kernels.wgrad.geometry import (
     Geometry,
     axis_macros,
@@ -221,7 +222,7 @@ def strip_work(p: ConvWgradProblem, config: Config) -> dict[str, float]:
     }
 
 
-class Tf32(SplitFamily[Config]):
+class Tf32(SplitFamily[ConvWgradProblem, Config]):
     """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
 
     name = "wgrad_tf32"
@@ -340,33 +341,40 @@ class Tf32(SplitFamily[Config]):
             **self.reduction_work(problem, config),
         )
 
-    def kernel(self, problem: ConvWgradProblem, config: Config) -> Kernel:
+    def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """Specialised to the window's geometry and the tile, not to sizes or splits."""
-        p, v, count = problem, view(problem), self.reduction_blocks(problem, config)
-        _, groups_w, slots, k_blocks = self.tile_counts(p, config)
-        _, tiles_p, tiles_q = self.block_counts(p, config)
+        v = view(problem)
+        return {
+            **super().macros(problem, config),
+            **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
+            **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
+            **share_macros(1, config.consumers),
+            "COLUMNS": columns(v, config),
+            "REACH": reach(v, config),
+            "PITCH_BYTES": _pitch_bytes(v, config),
+            "X_BYTES": _line_bytes(v, config),
+            "DY_BYTES": _row_bytes(config),
+            "X_STAGES": config.stages,
+            "RAW_STAGES": RAW_STAGES,
+            "DY_STAGES": dy_stages(v, config),
+            "TILE_IMAGES": config.images,
+            "RAGGED": int(v.out[1] % config.tile_q > 0),
+        }
+
+    def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[plan.TiledMap, ...]:
+        p, v = problem, view(problem)
         x_dims, x_box = (p.in_channels, v.size[1], v.size[0], v.batch), (BOX_CHANNELS, columns(v, config), 1, 1)
         x_map = plan.TiledMap(0, p.dtype, x_dims, tuple(4 * elements for elements in v.lhs_strides), x_box)
         dy_box = (BOX_CHANNELS, config.tile_q, 1, config.images)
-        return Kernel(
-            threads=128 * (config.consumers + 1),
-            shared_bytes=shared_bytes(v, config),
-            macros={
-                **field_macros(config, "taps_h", "taps_w", "blocks", "tile_n", "tile_q", "consumers"),
-                **axis_macros(STRIDE=v.stride, DILATION=v.dilation),
-                **share_macros(1, config.consumers),
-                "COLUMNS": columns(v, config),
-                "REACH": reach(v, config),
-                "PITCH_BYTES": _pitch_bytes(v, config),
-                "X_BYTES": _line_bytes(v, config),
-                "DY_BYTES": _row_bytes(config),
-                "X_STAGES": config.stages,
-                "RAW_STAGES": RAW_STAGES,
-                "DY_STAGES": dy_stages(v, config),
-                "TILE_IMAGES": config.images,
-                "RAGGED": int(v.out[1] % config.tile_q > 0),
-            },
-            args={
+        return x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)
+
+    def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
+        p, v, count = problem, view(problem), self.reduction_blocks(problem, config)
+        _, groups_w, slots, k_blocks = self.tile_counts(p, config)
+        _, tiles_p, tiles_q = self.block_counts(p, config)
+        return Struct(
+            "Args",
+            {
                 "channels": p.in_channels,
                 "out_channels": p.out_channels,
                 "filter": v.kernel,
@@ -380,10 +388,13 @@ class Tf32(SplitFamily[Config]):
                 "pad": v.pad,
                 "units": count,  # strips of all images
                 "units_per_split": -(-count // config.splits),
-                "partial_stride": partial_stride(p),
+                "partial_stride": whole_fours(self.partial_size(p, config)),
             },
-            maps=(x_map, box_map(p, 1, (v.batch, *v.out, p.out_channels), dy_box)),
         )
+
+    def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
+        params = plan.MapParam(0), plan.MapParam(1), self._args(problem, config)
+        return self.launch(problem, config, 128 * (config.consumers + 1), shared_bytes(view(problem), config), *params)
 
 
 FAMILY = Tf32(Config)

@@ -11,8 +11,8 @@ from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES
+from jax_splitk.kernels.split import SplitFamily
 from jax_splitk.kernels.wgrad import depthwise, gather, grouped, im2col, tf32
-from jax_splitk.kernels.wgrad.family import SplitFamily
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
