@@ -12,18 +12,24 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.conv import depthwise as conv_depthwise
-from jax_splitk.kernels.conv import gather as conv_gather
-from jax_splitk.kernels.conv import grouped as conv_grouped
-from jax_splitk.kernels.conv import im2col as conv_im2col
-from jax_splitk.kernels.conv import patch, toeplitz
+from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import im2col as conv_im2col
+from jax_splitk.kernels.contraction import products as dot_tma
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import passes as conv_depthwise
+from jax_splitk.kernels.depthwise import toeplitz
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise import wgrad_any as depthwise_any
 from jax_splitk.kernels.device import wgmma_tile
-from jax_splitk.kernels.dot import tma as dot_tma
+from jax_splitk.kernels.gather import fprop as conv_gather
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import passes as conv_grouped
+from jax_splitk.kernels.grouped import wgrad as grouped
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.ragged import tiles as ragged_tiles
-from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem

@@ -16,7 +16,7 @@ from benchmarks.cost_model import options, records
 from benchmarks.cost_model.options import Option
 from benchmarks.cost_model.records import Record, Timed
 from jax_splitk.kernels import catalogue
-from jax_splitk.kernels.wgrad import tf32
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import table

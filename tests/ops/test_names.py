@@ -8,8 +8,8 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.kernels.conv import patch
-from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.contraction import patch
+from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.convolutions import NHWC

@@ -14,7 +14,7 @@ import jax_splitk
 from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import _ffi
-from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
+from jax_splitk.kernels.contraction.wgrad import FAMILY, Config
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import Int32Struct, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA

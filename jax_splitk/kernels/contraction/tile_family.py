@@ -5,6 +5,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from jax_splitk.kernels.base.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.base.split import SplitFamily
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_tile import (
     MAX_CLUSTER,
@@ -16,9 +19,6 @@ from jax_splitk.kernels.device.split_tile import (
 )
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.device.wgmma_tile import ROW_BYTES, TILES, depths, max_stages, tile_refusal
-from jax_splitk.kernels.family import field_macros, field_refusal, varied
-from jax_splitk.kernels.split import SplitFamily
-from jax_splitk.kernels.work import Work
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target, resident_blocks
 

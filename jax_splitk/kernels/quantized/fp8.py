@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from jax_splitk.kernels.family import field_refusal
+from jax_splitk.kernels.base.family import field_refusal
 from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, whole_tiles

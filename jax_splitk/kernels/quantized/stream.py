@@ -10,13 +10,13 @@ import itertools
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.base.family import ModelledFamily, field_refusal
+from jax_splitk.kernels.base.named import NamedByFormat
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
-from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, TypeAlias, TypeVar
 
+from jax_splitk.kernels.base.family import ModelledFamily, field_refusal
+from jax_splitk.kernels.base.named import NamedByFormat
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.quantized import dequantize
-from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan

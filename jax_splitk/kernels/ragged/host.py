@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_splitk.kernels import host
-from jax_splitk.kernels.family import field_refusal
-from jax_splitk.kernels.host import HostFamily, Product
+from jax_splitk.kernels.base import host
+from jax_splitk.kernels.base.family import field_refusal
+from jax_splitk.kernels.base.host import HostFamily, Product
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.plan import HOST_RAGGED_TARGET

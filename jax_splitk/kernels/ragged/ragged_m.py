@@ -7,12 +7,12 @@ begins. Group sizes stay on the device.
 import itertools
 from collections.abc import Iterator, Sequence
 
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.split_tile import is_whole, operand_map
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.ragged import tiles
 from jax_splitk.kernels.ragged.maps import group_map
 from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target

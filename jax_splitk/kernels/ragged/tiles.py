@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.device.wgmma_tile import RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, WgmmaTile, tile_refusal
-from jax_splitk.kernels.family import ModelledFamily, field_macros, field_refusal
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target

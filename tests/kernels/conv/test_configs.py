@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
-from jax_splitk.kernels.conv import depthwise, grouped, patch, toeplitz
+from jax_splitk.kernels.contraction import patch
+from jax_splitk.kernels.depthwise import passes as depthwise
+from jax_splitk.kernels.depthwise import toeplitz
+from jax_splitk.kernels.grouped import passes as grouped
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler

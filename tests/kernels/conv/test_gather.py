@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.conv import gather
-from jax_splitk.kernels.conv.gather import FAMILY
+from jax_splitk.kernels.gather import fprop as gather
+from jax_splitk.kernels.gather.fprop import FAMILY
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.exhaustive import thinned

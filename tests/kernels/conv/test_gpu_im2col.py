@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.conv import im2col
+from jax_splitk.kernels.contraction import im2col
 from jax_splitk.problems.conv_passes import ConvDgradProblem
 from jax_splitk.runtime import compiler
 from tests import few_kernels, on_gpu, poison, random_problems

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.conv import im2col, phases
-from jax_splitk.kernels.conv.im2col import Config
+from jax_splitk.kernels.contraction import im2col, phases
+from jax_splitk.kernels.contraction.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, other_way
 from jax_splitk.problems.conv_wgrad import ConvProblem

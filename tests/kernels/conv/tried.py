@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.conv import depthwise, gather, grouped, im2col, patch, toeplitz
-from jax_splitk.kernels.dot.tma import Config
+from jax_splitk.kernels.contraction import im2col, patch
+from jax_splitk.kernels.contraction.products import Config
+from jax_splitk.kernels.depthwise import passes as depthwise
+from jax_splitk.kernels.depthwise import toeplitz
+from jax_splitk.kernels.gather import fprop as gather
+from jax_splitk.kernels.grouped import passes as grouped
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.wgrad import gather, halo, im2col
+from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import on_gpu

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_splitk.kernels.contraction import products as tma
+from jax_splitk.kernels.contraction.products import FAMILY, Config
+from jax_splitk.kernels.cpu import dot as as_wgrad
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.dot import as_wgrad, tma
-from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.runtime.plan import Pointer, TiledMap

@@ -14,9 +14,9 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.contraction.products import FAMILY, Config
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.wgmma_tile import TILES, max_stages
-from jax_splitk.kernels.dot.tma import FAMILY, Config
 from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.problems.random_operands import normals

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import grouped, halo, tf32
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from tests.problems import conv
 

@@ -10,9 +10,13 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.base.split import SplitFamily
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import wgrad as depthwise
 from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES
-from jax_splitk.kernels.split import SplitFamily
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, im2col, tf32
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES

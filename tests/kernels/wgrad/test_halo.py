@@ -3,8 +3,8 @@
 import itertools
 import math
 
-from jax_splitk.kernels.wgrad import halo
-from jax_splitk.kernels.wgrad.halo import FAMILY
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.contraction.halo import FAMILY
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import random_problems
 from tests.problems import seeded

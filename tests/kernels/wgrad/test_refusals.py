@@ -9,9 +9,14 @@ import pytest
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.conv import patch
-from jax_splitk.kernels.dot import tma
-from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import products as tma
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise import wgrad_any as depthwise_any
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.kernels.wgrad.edges import TILED
