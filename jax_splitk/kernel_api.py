@@ -5,7 +5,6 @@ Everything else in `jax_splitk`'s folders is internal, and may change in any ver
 
 from jax_splitk.kernels import CudaFamily, Family, field_refusal, register
 from jax_splitk.kernels.device.structs import Divisor, Struct
-from jax_splitk.kernels.wgrad.family import WgradFamily
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -34,7 +33,6 @@ __all__ = [
     "Struct",
     "Target",
     "TiledMap",
-    "WgradFamily",
     "field_refusal",
     "register",
 ]

@@ -36,7 +36,7 @@ os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 import jax
 import pytest
 
-from jax_splitk.kernels.conv import host as conv_host
+from jax_splitk.kernels.cpu import passes as conv_host
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.tuning import device, once, searches, store, watch
 from tests.problems import SEED

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host
+from jax_splitk.kernels.cpu import wgrad as host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store

@@ -12,19 +12,24 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.conv import depthwise as conv_depthwise
-from jax_splitk.kernels.conv import gather as conv_gather
-from jax_splitk.kernels.conv import grouped as conv_grouped
-from jax_splitk.kernels.conv import im2col as conv_im2col
-from jax_splitk.kernels.conv import patch, toeplitz
+from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import im2col as conv_im2col
+from jax_splitk.kernels.contraction import products as dot_tma
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import passes as conv_depthwise
+from jax_splitk.kernels.depthwise import toeplitz
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise import wgrad_any as depthwise_any
 from jax_splitk.kernels.device import wgmma_tile
-from jax_splitk.kernels.dot import as_wgrad
-from jax_splitk.kernels.dot import tma as dot_tma
+from jax_splitk.kernels.gather import fprop as conv_gather
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import passes as conv_grouped
+from jax_splitk.kernels.grouped import wgrad as grouped
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.ragged import tiles as ragged_tiles
-from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -165,7 +170,7 @@ def _halo() -> Iterator[Run]:
         yield from _splits(halo.FAMILY, p, halo.FAMILY.candidates(p, DEFAULT_CUDA)[-1], counts)
     # Buffers that are filled again, with lines that no product reads.
     many = conv((5, 17), (2, 2), (72, 72), batch=9)
-    yield Run(halo.FAMILY, many, halo.Config(3, 16, 2, 2, 2))
+    yield Run(halo.FAMILY, many, halo.Config(3, 16, 2))
 
 
 def _tf32() -> Iterator[Run]:
@@ -216,7 +221,7 @@ def _depthwise_any() -> Iterator[Run]:
     for size, kernel, channels, changes, config in (
         ((9, 10), (3, 3), (4, 4), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4, 2, 4)),
         ((5, 6, 7), (3, 3, 3), (6, 6), {"padding": 1, "dtype": "float32"}, (2, 2, 8, 4)),
-        ((37,), (4,), (5, 10), {"batch": 9, "dtype": HALF, "out_dtype": HALF}, (7, 1, 4, 8)),
+        ((37,), (4,), (5, 10), {"batch": 9, "dtype": HALF, "out_dtype": HALF}, (7, 1, 8, 8)),
         ((12, 9), (3, 2), (36, 36), {"stride": 2, "rhs_dilation": (4, 1)}, (2, 4, 16, 12)),
         # ptxas 13.0 got it wrong while the window of rows began without values.
         (
@@ -262,53 +267,62 @@ def _toeplitz_passes() -> Iterator[Run]:
     for (family, kind), (size, kernel, steps, given, config) in itertools.product(
         _passes(toeplitz),
         (
-            ((9, 18), (3, 3), 1, {"padding": 1, "out_dtype": "bfloat16"}, (16, 2, 3, 9, 1, 2, 4)),
-            ((12, 30), (7, 7), 1, {"padding": 3, "batch": 3, "dtype": HALF, "out_dtype": HALF}, (8, 1, 4, 6, 1, 4, 1)),
-            ((5, 6, 17), (3, 3, 3), 1, {"padding": 1}, (16, 1, 2, 6, 2, 2, 1)),
-            ((40,), (4,), 1, {"padding": ((3, 0),), "batch": 5, "dtype": HALF}, (32, 2, 5, 3, 1, 2, 4)),
-            ((15, 37), (7, 5), 2, {"padding": ((3, 2), (1, 4))}, (16, 1, 2, 4, 1, 2, 1)),
-            ((12, 9), (5, 3), (2, 1), {"padding": ((-1, 4), (5, -2)), "out_dtype": "bfloat16"}, (16, 2, 2, 6, 1, 4)),
+            ((9, 18), (3, 3), 1, {"padding": 1, "out_dtype": "bfloat16"}, (16, 3, 9, 1, 2, 4)),
+            ((12, 30), (7, 7), 1, {"padding": 3, "batch": 3, "dtype": HALF, "out_dtype": HALF}, (16, 4, 6, 1, 4, 1)),
+            ((5, 6, 17), (3, 3, 3), 1, {"padding": 1}, (16, 2, 6, 2, 2, 1)),
+            ((40,), (4,), 1, {"padding": ((3, 0),), "batch": 5, "dtype": HALF}, (32, 5, 3, 1, 2, 4)),
+            ((15, 37), (7, 5), 2, {"padding": ((3, 2), (1, 4))}, (16, 2, 4, 1, 2, 1)),
+            ((12, 9), (5, 3), (2, 1), {"padding": ((-1, 4), (5, -2)), "out_dtype": "bfloat16"}, (16, 2, 6, 1, 4)),
             (
                 (11, 40),
                 (2, 10),
                 1,
                 {"padding": ((0, 1), (7, 0)), "dtype": HALF, "out_dtype": HALF},
-                (8, 2, 5, 11, 1, 4),
+                (16, 5, 11, 1, 4),
             ),
             (
                 (7, 5, 18),
                 (2, 1, 7),
                 (2, 1, 2),
                 {"padding": ((2, 0), (0, 0), (3, 3)), "out_dtype": HALF},
-                (8, 1, 1, 3, 2, 2, 1),
+                (16, 1, 3, 2, 1, 1),
             ),
-            ((16, 130), (1, 3), (2, 1), {"out_dtype": "bfloat16"}, (8, 1, 16, 8, 1, 2)),
-            ((4, 30), (3, 17), 1, {"padding": ((1, 1), (8, 8)), "out_dtype": HALF}, (8, 1, 4, 2, 1, 2)),
-            ((9, 18), (5, 5), 1, {"padding": 2, "batch": 7, "out_dtype": "bfloat16"}, (16, 2, 3, 5, 1, 2, 2, True, 2)),
-            ((11, 12), (7, 3), 2, {"padding": 3, "batch": 5, "out_dtype": "bfloat16"}, (16, 2, 1, 7, 1, 1, 2, True, 2)),
-            ((3, 9, 20), (3, 3, 3), 1, {"padding": 1, "batch": 3, "dtype": HALF}, (8, 1, 2, 4, 4, 2, 1, True, 2)),
+            ((16, 130), (1, 3), (2, 1), {"out_dtype": "bfloat16"}, (16, 16, 8, 1, 2)),
+            ((4, 30), (3, 17), 1, {"padding": ((1, 1), (8, 8)), "out_dtype": HALF}, (16, 4, 2, 1, 2)),
+            ((9, 18), (5, 5), 1, {"padding": 2, "batch": 7, "out_dtype": "bfloat16"}, (16, 3, 5, 1, 2, 2, True, 2)),
+            ((11, 12), (7, 3), 2, {"padding": 3, "batch": 5, "out_dtype": "bfloat16"}, (16, 1, 7, 1, 1, 2, True, 2)),
+            ((2, 9, 20), (3, 3, 3), 1, {"padding": 1, "batch": 3, "dtype": HALF}, (16, 2, 4, 2, 2, 1, True, 2)),
+            (
+                (26, 9),
+                (25, 1),
+                1,
+                {"padding": ((12, 12), (0, 0)), "batch": 3, "out_dtype": "bfloat16"},
+                (8, 2, 13, 1, 2, 1),
+            ),
         ),
     ):
         changes = {**given, "stride" if kind is ConvFpropProblem else "lhs_dilation": steps}
         yield Run(family, conv_of(kind, size, kernel, (24, 24), groups=24, **changes), toeplitz.Config(*config))
     causal = conv_of(ConvDgradProblem, (40,), (4,), (16, 16), groups=16, padding=3, batch=5)
-    yield Run(toeplitz.DGRAD, causal, toeplitz.Config(8, 1, 2, 5, 1, 2))
+    yield Run(toeplitz.DGRAD, causal, toeplitz.Config(16, 2, 5, 1, 2))
 
 
 def _grouped_passes() -> Iterator[Run]:
     for (family, kind), (size, kernel, channels, groups, changes, config) in itertools.product(
         _passes(conv_grouped),
         (
-            ((9, 10), (3, 3), 32, 8, {"padding": 1, "out_dtype": "bfloat16"}, (32, 2, 4, 5, 1, 1, False, 3, 2)),
-            ((9, 11), (3, 3), 64, 4, {"padding": 1, "stride": 2, "dtype": HALF}, (16, 1, 3, 5, 1, 1, True, 2, 3)),
-            ((40,), (5,), 64, 16, {"dtype": HALF, "out_dtype": HALF}, (64, 1, 1, 18, 2, 1, True, 2, 3)),
-            ((7, 7), (3, 3), 64, 2, {"padding": 1, "batch": 5}, (64, 4, 7, 7, 1, 2, False, 2, 2)),
+            ((9, 10), (3, 3), 32, 8, {"padding": 1, "out_dtype": "bfloat16"}, (32, 2, 4, 5, 1, 1, 3, 2)),
+            ((9, 11), (3, 3), 64, 4, {"padding": 1, "stride": 2, "dtype": HALF}, (32, 1, 3, 5, 1, 1, 2, 3)),
+            ((40,), (5,), 64, 16, {"dtype": HALF, "out_dtype": HALF}, (64, 1, 1, 18, 2, 1, 2, 3)),
+            ((7, 7), (3, 3), 64, 2, {"padding": 1, "batch": 5}, (64, 4, 7, 7, 1, 2, 2, 2)),
             ((12, 13), (3, 3), 40, 20, {"padding": ((2, 0), (-1, 3)), "rhs_dilation": (2, 3)},
-             (16, 2, 5, 6, 1, 1, True, 4, 4)),
-            ((6, 7), (2, 2), 96, 4, {"padding": ((0, 0), (1, 0)), "stride": (3, 2)}, (64, 1, 2, 3, 1, 1, False, 2, 1)),
+             (32, 2, 5, 6, 1, 1, 4, 4)),
+            ((6, 7), (2, 2), 96, 4, {"padding": ((0, 0), (1, 0)), "stride": (3, 2)}, (64, 1, 2, 3, 1, 1, 2, 1)),
+            # Weights that do not fit in registers.
+            ((7, 7), (5, 5), 64, 2, {"padding": 2, "batch": 3}, (64, 2, 7, 7, 1, 2, 2, 2)),
             ((5, 9), (3, 3), 64, 8, {"padding": ((2, 3), (1, 2)), "lhs_dilation": (2, 1), "out_dtype": "bfloat16"},
-             (64, 1, 3, 9, 2, 1, False, 2, 2)),
-            ((5, 4, 6), (3, 3, 2), 32, 4, {"padding": 1, "stride": (2, 1, 2)}, (16, 2, 2, 3, 1, 1, True, 3, 3)),
+             (64, 1, 3, 9, 2, 1, 2, 2)),
+            ((5, 4, 6), (3, 3, 2), 32, 4, {"padding": 1, "stride": (2, 1, 2)}, (32, 2, 2, 3, 1, 1, 3, 3)),
         ),
     ):  # fmt: skip
         p = conv_of(kind, size, kernel, (channels, channels), groups=groups, **changes)
@@ -324,33 +338,33 @@ def _dense_passes() -> Iterator[Run]:
         return dataclasses.replace(config, stages=config.most_stages)
 
     fprop, dgrad = _passes(conv_im2col)
-    shared, cluster, floats, half = "workspace", "cluster", {"dtype": "float32"}, {"dtype": HALF, "out_dtype": HALF}
+    shared, floats, half = "workspace", {"dtype": "float32"}, {"dtype": HALF, "out_dtype": HALF}
     for (family, kind), size, kernel, channels, config, changes in (
         (dgrad, (9, 11), (3, 3), (40, 72), tile(64, 64, 3, shared), {"padding": 1, "stride": 2}),
-        (fprop, (9, 11), (3, 4), (72, 136), tile(64, 128, 3, cluster),
+        (fprop, (9, 11), (3, 4), (72, 136), tile(64, 128, 3, shared),
          {"padding": ((2, 0), (-1, 3)), "stride": (2, 3), "rhs_dilation": (2, 1)}),
         (fprop, (5, 6, 7), (3, 2, 3), (16, 64), tile(128, 64, 2, shared),
          {"padding": 1, "stride": (1, 2, 1), "out_dtype": "float32"}),
         (dgrad, (600,), (4,), (20, 16), tile(256, 32), {"padding": ((390, 0),), "rhs_dilation": 130, **floats}),
         # Strides larger than the filter: pixels that no tap reads are zero.
         (dgrad, (8, 7), (2, 1), (68, 24), tile(64, 64), {"stride": (3, 2), "dtype": HALF, "out_dtype": "float32"}),
-        (fprop, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, cluster), {"batch": 3, **half}),
+        (fprop, (13, 9), (1, 1), (136, 72), tile(192, 128, 2, shared), {"batch": 3, **half}),
         (fprop, (8, 9), (3, 3), (72, 40), conv_im2col.Config(64, 64, 3), {"padding": 1}),
         (fprop, (9, 10), (3, 3), (64, 200), tile(128, 256),
          {"padding": ((2, 3), (1, 1)), "stride": (1, 2), "lhs_dilation": (2, 1)}),
         (fprop, (6, 10, 3), (1, 3, 1), (24, 16), conv_im2col.Config(128, 16, 5, 2, shared),
          {"padding": ((0, 0), (1, 1), (0, 0))}),
         (fprop, (70,), (3,), (24, 64), tile(64, 64), {"rhs_dilation": 150, "padding": 150}),
-        (dgrad, (4, 5, 6), (3, 3, 3), (64, 40), tile(64, 64, 4, cluster), {"padding": 1, "stride": 2}),
+        (dgrad, (4, 5, 6), (3, 3, 3), (64, 40), tile(64, 64, 4, shared), {"padding": 1, "stride": 2}),
         (dgrad, (9, 8), (3, 3), (100, 136), tile(64, 128, 5, shared),
          {"padding": 2, "rhs_dilation": 2, "out_dtype": "float32", **floats}),
-        (dgrad, (17, 16), (3, 4), (16, 24), tile(192, 16, 2, cluster),
+        (dgrad, (17, 16), (3, 4), (16, 24), tile(192, 16, 2, shared),
          {"padding": ((3, 4), (0, 5)), "stride": (2, 4), "rhs_dilation": (3, 2)}),
         (dgrad, (12, 9), (4, 4), (264, 72), tile(256, 128),
          {"padding": ((1, -1), (2, 2)), "stride": (4, 3), "batch": 5}),
         (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
         (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 32), {"stride": 2}),
-        (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, cluster), floats),
+        (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, shared), floats),
         # Persistent thread blocks: fewer than tiles, one tile and several, with phases and without.
         (fprop, (9, 11), (3, 4), (72, 136), persistent(64, 256, True, 2), {"padding": 1, "batch": 8}),
         (fprop, (9, 11), (3, 3), (64, 128), persistent(256, 128, False, 2), {"padding": 1, "batch": 9, **half}),
@@ -371,7 +385,7 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), persistent(128, 128, True, 1, 3), {"padding": 1, "batch": 3}),
         # Taps that share pixels.
         (fprop, (9, 10), (3, 3), (72, 136), conv_im2col.Config(128, 64, 2, taps=3), {"padding": ((2, 0), (-1, 3))}),
-        (dgrad, (9, 10), (3, 3), (64, 72), conv_im2col.Config(64, 128, 3, 2, cluster, 3), {"padding": 1, **half}),
+        (dgrad, (9, 10), (3, 3), (64, 72), conv_im2col.Config(64, 128, 3, 2, shared, 3), {"padding": 1, **half}),
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), conv_im2col.Config(256, 32, 2, 3, shared, 3), {"padding": 1}),
         (dgrad, (9, 17), (2, 5), (12, 16), conv_im2col.Config(256, 16, 4, taps=5),
          {"padding": 3, "rhs_dilation": (1, 2)}),
@@ -381,12 +395,12 @@ def _dense_passes() -> Iterator[Run]:
         # Few channels, and groups: stages of several taps, of which the last one's may be missing.
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), tile(256, 32), {"padding": 1}),
         (dgrad, (9, 10), (3, 3), (32, 24), conv_im2col.Config(256, 32, 3), {"padding": 1, "stride": 2}),
-        (fprop, (9, 10), (3, 3), (8, 24), tile(192, 32, 2, cluster), {"padding": 1, **half}),
+        (fprop, (9, 10), (3, 3), (8, 24), tile(192, 32, 2, shared), {"padding": 1, **half}),
         (dgrad, (9, 10), (3, 2), (12, 16), conv_im2col.Config(128, 16, 5, 2, shared), {"padding": 1}),
         (fprop, (60,), (5,), (16, 16), tile(64, 16, 2, shared), {"padding": 2, "out_dtype": "float32"}),
         (dgrad, (9, 10), (3, 3), (32, 16), tile(128, 32), {"padding": 1, **floats}),
         (fprop, (9, 10), (3, 3), (192, 192), tile(128, 64), {"padding": 1, "groups": 3}),
-        (dgrad, (9, 10), (3, 3), (144, 192), tile(64, 64, 2, cluster), {"padding": 1, "stride": 2, "groups": 2}),
+        (dgrad, (9, 10), (3, 3), (144, 192), tile(64, 64, 2, shared), {"padding": 1, "stride": 2, "groups": 2}),
         (fprop, (9, 10), (3, 3), (96, 120), tile(64, 64, 3, shared), {"padding": 1, "groups": 3, **half}),
         (dgrad, (9, 10), (1, 1), (72, 96), tile(128, 32), {"groups": 3}),
         (dgrad, (9, 10), (3, 1), (72, 64), tile(192, 64), {"groups": 2, **floats}),
@@ -397,7 +411,7 @@ def _dense_passes() -> Iterator[Run]:
 
 def _patches() -> Iterator[Run]:
     tall = (128, 64, 4, 2, "workspace")
-    pairs = (*_passes(patch), (patch.WGRAD, ConvWgradProblem))
+    pairs = ((patch.FPROP, ConvFpropProblem), (patch.WGRAD, ConvWgradProblem))
     for (family, kind), (size, kernel, channels, changes, config) in itertools.product(
         pairs,
         (
@@ -405,7 +419,7 @@ def _patches() -> Iterator[Run]:
             ((64, 96), (16, 16), (3, 128), {"batch": 3, "dtype": HALF, "out_dtype": HALF}, tall),
             ((20, 28), (2, 2), (40, 136), {"out_dtype": "bfloat16"}, (64, 128, 4, 2, "cluster")),
             ((4, 6, 8), (2, 3, 2), (4, 136), {"batch": 6}, (192, 64, 4, 2, "workspace")),
-            ((2, 18, 4), (1, 9, 2), (8, 64), {"out_dtype": "bfloat16"}, (256, 64, 5)),
+            ((2, 18, 4), (1, 9, 2), (8, 64), {"out_dtype": "bfloat16"}, (192, 64, 5)),
             ((24,), (4,), (32, 136), {"batch": 22}, (64, 64, 4, 2, "cluster")),
         ),
     ):
@@ -416,17 +430,17 @@ def _patches() -> Iterator[Run]:
 def _stems() -> Iterator[Run]:
     half, narrow = {"dtype": HALF, "out_dtype": HALF}, {"out_dtype": "bfloat16"}
     for size, kernel, channels, changes, config in (
-        ((33, 40), (7, 7), (3, 64), {"stride": 2, "padding": 3, **narrow}, (2, 1, 64, 1, 8, 16, 2)),
-        ((15, 17), (3, 3), (3, 40), {"padding": 1, "dtype": HALF, "batch": 3}, (1, 2, 32, 1, 8, 16, 4)),
-        ((12, 12), (3, 3), (16, 136), {"padding": 1, "stride": 2, **half}, (2, 2, 256, 2, 6, 6, 2)),
-        ((90,), (10,), (1, 192), {"stride": 5, **narrow}, (1, 4, 192, 3, 1, 18, 3)),
-        ((14, 15), (2, 3), (5, 24), {"rhs_dilation": (1, 2), **narrow}, (1, 1, 32, 1, 8, 8, 2)),
-        ((20, 24), (4, 4), (3, 96), {"stride": 4, **half}, (1, 1, 96, 2, 5, 6, 3)),
-        ((9, 13), (5, 3), (1, 8), {"padding": ((2, 1), (0, 2)), **narrow}, (1, 1, 16, 1, 4, 13, 2)),
-        ((3, 8, 10), (3, 5, 5), (2, 72), {"padding": 2, "stride": (1, 2, 2), "batch": 1}, (3, 1, 128, 1, 4, 5, 2)),
-        ((6, 7), (3, 3), (4, 16), {"padding": 2, "lhs_dilation": (2, 3), **half}, (4, 1, 16, 1, 13, 16, 2)),
-        ((30, 64), (16, 16), (3, 64), {"padding": ((1, 1), (0, 0)), "stride": 16, **narrow}, (1, 1, 64, 2, 2, 4, 2)),
-        ((40, 21), (1, 1), (6, 56), narrow, (2, 2, 64, 1, 1, 256, 2)),
+        ((33, 40), (7, 7), (3, 64), {"stride": 2, "padding": 3, **narrow}, (2, 1, 64, 1, 8, 16, 3)),
+        ((15, 17), (3, 3), (3, 40), {"padding": 1, "dtype": HALF, "batch": 3}, (2, 2, 32, 1, 8, 16, 4)),
+        ((12, 12), (3, 3), (16, 136), {"padding": 1, "stride": 2, **half}, (2, 2, 256, 2, 6, 6, 3)),
+        ((90,), (10,), (1, 192), {"stride": 5, **narrow}, (2, 4, 192, 3, 1, 18, 3)),
+        ((14, 15), (2, 3), (5, 24), {"rhs_dilation": (1, 2), **narrow}, (2, 1, 32, 1, 8, 8, 3)),
+        ((20, 24), (4, 4), (3, 96), {"stride": 4, **half}, (2, 1, 96, 2, 5, 6, 3)),
+        ((9, 13), (5, 3), (1, 8), {"padding": ((2, 1), (0, 2)), **narrow}, (2, 1, 16, 1, 4, 13, 3)),
+        ((3, 8, 10), (3, 5, 5), (2, 72), {"padding": 2, "stride": (1, 2, 2), "batch": 1}, (3, 1, 128, 1, 4, 5, 3)),
+        ((6, 7), (3, 3), (4, 16), {"padding": 2, "lhs_dilation": (2, 3), **half}, (4, 1, 16, 1, 13, 16, 3)),
+        ((30, 64), (16, 16), (3, 64), {"padding": ((1, 1), (0, 0)), "stride": 16, **narrow}, (2, 1, 64, 2, 2, 4, 3)),
+        ((40, 21), (1, 1), (6, 56), narrow, (2, 2, 64, 1, 1, 256, 3)),
     ):
         yield Run(conv_gather.FAMILY, conv_of(ConvFpropProblem, size, kernel, channels, **changes),
                   conv_gather.Config(*config))  # fmt: skip
@@ -442,7 +456,7 @@ def _dot() -> Iterator[Run]:
         (ragged, ("mbk", "kbn"), (HALF, HALF), dot_tma.Config(128, 128, 5, 3, "cluster")),
         (whole, ("kbm", "nbk"), ("bfloat16", "bfloat16"), dot_tma.Config(64, 192, 4, 4, "workspace")),
         (whole, ("bmk", "bnk"), ("float32", "float32"), dot_tma.Config(192, 64, 4, 2, "cluster")),
-        (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(256, 64, 5, 5, "workspace")),
+        (ragged, ("bmk", "bnk"), ("float32", HALF), dot_tma.Config(192, 64, 5, 5, "workspace")),
     ):
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, *orders, *dtypes), config)
     # Chains of 256, 256 and 17 stages.
@@ -455,9 +469,6 @@ def _dot() -> Iterator[Run]:
     for bias, config in configs.items():
         after = {"bias": bias, "bias_dtype": "float32", "activation": "relu", "residual_dtype": HALF}
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, "bmk", "bkn", HALF, HALF, **after), config)
-    layer = DotProblem(1, 36, 32, 300, "bkm", "bkn", "float32", "float32")
-    family = as_wgrad.TF32
-    yield Run(family, layer, family.candidates(layer, DEFAULT_CUDA)[0])
 
 
 # ---- products with quantized weights -------------------------------------------------------------------------------

@@ -148,4 +148,4 @@ _Config = TypeVar("_Config", bound=tiles.Config)
 def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
     """The config with the largest number of thread blocks, at most its own, that leaves no block without work."""
     workers = tiles.schedule(p, config).without_idle().workers
-    return dataclasses.replace(config, blocks=workers * config.multicast)
+    return dataclasses.replace(config, blocks=workers * config.worker_blocks)

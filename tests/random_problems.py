@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 
 from jax_splitk import kernels
-from jax_splitk.kernels.conv import patch
-from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise import wgrad_any as depthwise_any
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem, conv_output_spatial
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA

@@ -19,7 +19,7 @@ from benchmarks import cases
 from jax_splitk import _ffi
 from jax_splitk.cli import stored
 from jax_splitk.cli.kernels import _difference as difference
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler, disk, execute
 from jax_splitk.runtime.source import Source
@@ -127,7 +127,7 @@ def results(rng: Rng, cache: pathlib.Path) -> Trial:
 
 def kernels(rng: Rng, cache: pathlib.Path) -> Trial:
     """A compiled kernel's file, of which half have a right checksum."""
-    source = Source("wgrad/im2col.cu", (("TILE", 64), ("NAME", "x")))
+    source = Source("contraction/wgrad.cu", (("TILE", 64), ("NAME", "x")))
     key = compiler.content_key(source)
     path = cache / compiler._file(key)
     whole = compiler._pack(key, "NVRTC 13.0", source, compiler.Compiled(b"", "Used 32 registers"))

@@ -83,7 +83,7 @@ for _ in range(10):
         for found in (type(family), family.Config):
             assert getattr(sys.modules[found.__module__], found.__name__) is found, (family, found)
 
-from jax_splitk.kernels.wgrad import host
+from jax_splitk.kernels.cpu import wgrad as host
 config = host.Config(2, 16)
 x, g = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 8, 8, 5))
 numbers = ("NHWC", "HWIO", "NHWC")

@@ -134,6 +134,40 @@ def test_imports_are_no_circle() -> None:
     assert list(graphlib.TopologicalSorter(imports()).static_order())
 
 
+KERNELS = PACKAGE / "kernels"
+SHARED = ("base", "device")  # folders of kernels that all others may use; the others are ideas, one each
+
+
+def idea(path: pathlib.Path) -> str:
+    """The folder of kernels that a file is in; "" for the modules above them."""
+    return "/".join(path.relative_to(KERNELS).parts[:-1])
+
+
+def test_kernels_of_an_idea_use_no_other_idea() -> None:
+    """Device code of `device` and of their own folder, modules of `base` and `device`, too. `device` uses no other."""
+
+    def others(path: pathlib.Path) -> set[str]:
+        if path.suffix == ".py":
+            found = {
+                module.split(".")[2] for module in imported(parsed(path)) if module.startswith("jax_splitk.kernels.")
+            }
+            found &= {folder.name for folder in KERNELS.iterdir() if folder.is_dir()}
+        else:
+            found = set(re.findall(r'#include "(\w+)/', path.read_text()))
+        own = idea(path)
+        return found - {own, "device", *(SHARED if own != "device" else ())}
+
+    assert not offenders([p for p in sources("jax_splitk/kernels") if idea(p)], others)
+
+
+def test_splits_have_one_base() -> None:
+    """Only its module makes what is launched to add partial sums."""
+    made = [
+        p for p in python("jax_splitk") if re.search(r"\breduce_args\(", p.read_text().replace("def reduce_args", ""))
+    ]
+    assert [str(p.relative_to(KERNELS)) for p in made] == ["base/split.py"]
+
+
 # ---- foreign function interface ------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ import jax_splitk
 from benchmarks import tables
 from benchmarks.cases import Case
 from jax_splitk import kernels
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem

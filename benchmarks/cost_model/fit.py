@@ -28,10 +28,10 @@ from benchmarks.cost_model.learn import FOLDS, Data, Shape
 from benchmarks.cost_model.records import Record
 from benchmarks.cost_model.regret import MAX_SPREAD, Row, merged, regret
 from benchmarks.report import markdown
-from jax_splitk.kernels import cost_model, xla
-from jax_splitk.kernels.cost_model import Rates, Spent
-from jax_splitk.kernels.family import ModelledFamily, Translated
-from jax_splitk.kernels.work import Work
+from jax_splitk.kernels.base import cost_model, xla
+from jax_splitk.kernels.base.cost_model import Rates, Spent
+from jax_splitk.kernels.base.family import ModelledFamily, Translated
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.key import problem_as_dict

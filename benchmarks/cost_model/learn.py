@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_splitk.kernels.forest import UNITS, Forest
+from jax_splitk.kernels.base.forest import UNITS, Forest
 
 FOLDS = 10
 DEPTH = 8

@@ -7,9 +7,9 @@ of another package. The families' modules are imported when a family is first ne
 import dataclasses
 from typing import Any
 
-from jax_splitk.kernels.family import CudaFamily as CudaFamily
-from jax_splitk.kernels.family import Family as Family
-from jax_splitk.kernels.family import field_refusal as field_refusal
+from jax_splitk.kernels.base.family import CudaFamily as CudaFamily
+from jax_splitk.kernels.base.family import Family as Family
+from jax_splitk.kernels.base.family import field_refusal as field_refusal
 
 
 def register(op: str, family: Family[Any, Any]) -> None:

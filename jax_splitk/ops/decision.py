@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_splitk import kernels
-from jax_splitk.kernels import xla
+from jax_splitk.kernels.base import xla
 from jax_splitk.ops.lowering import only_xla
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target

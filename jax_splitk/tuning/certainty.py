@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jax_splitk.kernels import xla
+from jax_splitk.kernels.base import xla
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate

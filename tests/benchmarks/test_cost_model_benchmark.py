@@ -17,9 +17,9 @@ from benchmarks.cost_model import evaluate, fit, learn, problems, records, regre
 from benchmarks.cost_model.evaluate import Outcome
 from benchmarks.cost_model.records import Record, Timed
 from jax_splitk import kernels
-from jax_splitk.kernels import cost_model, xla
-from jax_splitk.kernels.family import ModelledFamily
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.base import cost_model, xla
+from jax_splitk.kernels.base.family import ModelledFamily
+from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from benchmarks import cases, dot, dot_cases, tables, timing
 from benchmarks.timing import Timing
-from jax_splitk.kernels.dot import tma
+from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.ops.decision import Decision
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import once, profile, table

@@ -15,7 +15,7 @@ import pytest
 import jax_splitk
 from benchmarks import quantized, quantized_products
 from benchmarks.quantized_cases import ROWS, WEIGHTS, Case, crossover, select
-from jax_splitk.kernels.quantized import host
+from jax_splitk.kernels.cpu import quantized as host
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
 

@@ -11,7 +11,7 @@ import pytest
 from jax_splitk.__main__ import main
 from jax_splitk.cli import bench, sweep_chart
 from jax_splitk.kernels import catalogue
-from jax_splitk.kernels.dot.tma import Config
+from jax_splitk.kernels.contraction.products import Config
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import measure, sweep

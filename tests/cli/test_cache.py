@@ -292,7 +292,7 @@ def test_a_damaged_file_changes_nothing_and_stays(
 @pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
 def test_prune_deletes_only_what_was_asked(cache: pathlib.Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def code(name: str) -> pathlib.Path:
-        made = Source("wgrad/im2col.cu", (("NAME", name),)), compiler.Compiled(b"machine code", "log")
+        made = Source("contraction/wgrad.cu", (("NAME", name),)), compiler.Compiled(b"machine code", "log")
         assert compiler.store(cache, *made)
         return cache / compiler._file(compiler.content_key(made[0]))
 
@@ -395,7 +395,7 @@ def test_prune_stays_in_the_cache(cache: pathlib.Path, tmp_path: pathlib.Path, c
 
 def test_ls_and_prune_read_kernels_too(cache: pathlib.Path, capsys: Any) -> None:
     key = f"{'0' * 64}-1"
-    whole = compiler._pack(key, "compiler", Source("wgrad/im2col.cu", ()), compiler.Compiled(b"code", "log"))
+    whole = compiler._pack(key, "compiler", Source("contraction/wgrad.cu", ()), compiler.Compiled(b"code", "log"))
     files = {cache / compiler._file(name): whole for name in (key, f"{'1' * 64}-1")}
     nested = b"[" * 100_000 + b"\0"
     files[cache / compiler._file(f"{'2' * 64}-1")] = compiler._FILE_MAGIC + hashlib.sha256(nested).digest() + nested

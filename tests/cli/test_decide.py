@@ -19,8 +19,8 @@ import jax_splitk
 from jax_splitk.__main__ import main
 from jax_splitk.cli import stored
 from jax_splitk.cli.schema import FIELDS
-from jax_splitk.kernels.conv import host as conv_host
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import passes as conv_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.target import target_for

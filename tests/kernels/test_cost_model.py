@@ -12,8 +12,9 @@ import pytest
 from benchmarks.cases import Case
 from benchmarks.cost_model import records
 from jax_splitk import kernels
-from jax_splitk.kernels import catalogue, cost_model, forest, xla
-from jax_splitk.kernels.work import Work
+from jax_splitk.kernels import catalogue
+from jax_splitk.kernels.base import cost_model, forest, xla
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target, resident_blocks

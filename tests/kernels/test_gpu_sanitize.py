@@ -13,7 +13,7 @@ import pytest
 
 from jax_splitk import kernels
 from jax_splitk.kernels import catalogue
-from jax_splitk.kernels.dot.as_wgrad import AsWgrad
+from jax_splitk.kernels.cpu.dot import AsWgrad
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.every_kernel import RUNS, Run

@@ -9,9 +9,9 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.kernels.conv.host import Config as ConvConfig
-from jax_splitk.kernels.quantized.host import Config as QuantizedConfig
-from jax_splitk.kernels.wgrad.host import Config
+from jax_splitk.kernels.cpu.passes import Config as ConvConfig
+from jax_splitk.kernels.cpu.quantized import Config as QuantizedConfig
+from jax_splitk.kernels.cpu.wgrad import Config
 from tests.problems import generator
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handlers run on the CPU")

@@ -17,9 +17,9 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import catalogue
-from jax_splitk.kernels.conv import im2col as conv_im2col
-from jax_splitk.kernels.dot import tma
-from jax_splitk.kernels.dot.as_wgrad import AsWgrad
+from jax_splitk.kernels.contraction import im2col as conv_im2col
+from jax_splitk.kernels.contraction import products as tma
+from jax_splitk.kernels.cpu.dot import AsWgrad
 from jax_splitk.kernels.quantized import fp8, tiled, tiles
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
@@ -209,31 +209,35 @@ def _tiled(m: Main) -> None:
 
 
 CODE = {
-    "wgrad/im2col.cu": Code(_wgmma_tile, "ELEMENT OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"),
-    "wgrad/halo.cu": Code(_halo, "ELEMENT OUT TAPS_H TAPS_W", "BATCH_ROWS TILE_Q"),
-    "wgrad/tf32.cu": Code(_tf32, "OUT TAPS_H TAPS_W STRIDE_W RAGGED", "BLOCKS TILE_N TILE_IMAGES"),
-    "wgrad/gather.cu": Code(
+    "contraction/wgrad.cu": Code(
+        _wgmma_tile, "ELEMENT OUT TILE_M TILE_N SWAP X_TILED CTAS_PER_SM RANK3", "TAIL DISCARD"
+    ),
+    "contraction/halo.cu": Code(_halo, "ELEMENT OUT TAPS_H TAPS_W", "BATCH_ROWS TILE_Q"),
+    "tf32/wgrad.cu": Code(_tf32, "OUT TAPS_H TAPS_W STRIDE_W RAGGED", "BLOCKS TILE_N TILE_IMAGES"),
+    "gather/wgrad.cu": Code(
         _gather, "ELEMENT PARTS CHAIN OUT CTAS_PER_SM DY_TMA RAGGED DENSE RUNS PAIRED", "CONSUMERS BLOCKS LHS_W"
     ),
-    "wgrad/grouped.cu": Code(
+    "grouped/wgrad.cu": Code(
         _grouped, "ELEMENT OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
     ),
-    "wgrad/depthwise.cu": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
-    "wgrad/depthwise_any.cu": Code(
+    "depthwise/wgrad.cu": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
+    "depthwise/wgrad_any.cu": Code(
         _depthwise_any, "ELEMENT OUT CHANNELS ALONG_W", "WARPS CTAS_PER_SM COLUMNS STRIDE_H STRIDE_W KERNEL_D KERNEL_H"
     ),
-    "conv/depthwise.cu": Code(_depthwise_pass, "ELEMENT OUT", "MIRRORED DOWN_W DOWN_H UP_W UP_H KERNEL_W"),
-    "conv/toeplitz.cu": Code(_toeplitz, "ELEMENT OUT", "MIRRORED CHANNELS EACH STEP DOWN_W KERNEL_W KERNEL_H PLANES"),
-    "conv/grouped.cu": Code(_grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W"),
-    "conv/gather.cu": Code(
+    "depthwise/passes.cu": Code(_depthwise_pass, "ELEMENT OUT", "MIRRORED DOWN_W DOWN_H UP_W UP_H KERNEL_W"),
+    "depthwise/toeplitz.cu": Code(
+        _toeplitz, "ELEMENT OUT", "MIRRORED CHANNELS EACH STEP DOWN_W KERNEL_W KERNEL_H PLANES"
+    ),
+    "grouped/passes.cu": Code(_grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W"),
+    "gather/fprop.cu": Code(
         _gather_pass, "CTAS_PER_SM CONSUMERS PAIRED", "ELEMENT OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE"
     ),
-    "conv/im2col.cu": Code(
+    "contraction/im2col.cu": Code(
         _wgmma_tile,
         "REDUCTION PHASED PERSISTENT B_MN",
         "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS",
     ),
-    "dot/tma.cu": Code(
+    "contraction/products.cu": Code(
         _wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE PATCH", "TILE_M TILE_N SPLITS CTAS_PER_SM"
     ),
     "quantized/stream.cu": Code(
@@ -438,7 +442,7 @@ def test_epilogues_do_not_spill() -> None:
 def test_two_blocks_of_two_consumers_do_not_spill() -> None:
     """They have 80 registers a thread. Input gradients with strides in 3D compute the most."""
     run = next(run for run in every_kernel.RUNS if run.family is conv_im2col.DGRAD and run.problem.rank == 3)
-    check_all([dataclasses.replace(run, config=conv_im2col.Config(128, 64, 4, 4, "cluster"))])
+    check_all([dataclasses.replace(run, config=conv_im2col.Config(128, 64, 4, 4, "workspace"))])
 
 
 def test_sums_of_e4m3_do_not_spill() -> None:
@@ -510,7 +514,7 @@ def test_serialised_wgmma_would_be_seen() -> None:
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
         "insufficient register resources for the wgmma pipeline in function 'wgrad_direct'"
     )
-    assert cubin.warnings(f"ptxas info    : Used 168 registers\n{line}", "wgrad/im2col.cu") == [line]
+    assert cubin.warnings(f"ptxas info    : Used 168 registers\n{line}", "contraction/wgrad.cu") == [line]
 
 
 def test_only_cubins_are_read_as_cubins() -> None:

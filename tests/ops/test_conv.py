@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering, trace
 from jax_splitk.ops.call import call_of
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST

@@ -11,8 +11,8 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks import cases
-from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from tests.convolutions import PLAIN
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")

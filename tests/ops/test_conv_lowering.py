@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk import _ffi
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from jax_splitk.runtime.plan import LAUNCH_TARGET

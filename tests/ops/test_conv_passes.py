@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk.kernels.conv import host
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import passes as host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering, trace
 from jax_splitk.ops.call import call_of
 from jax_splitk.ops.decision import Decision

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import trace
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests.convolutions import GEOMETRIES, PLAIN, Conv

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk import explain
-from jax_splitk.kernels import xla
-from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.base import xla
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import trace
 from jax_splitk.ops.call import Primitive, call_of
 from jax_splitk.ops.decision import Decision, Gain

@@ -8,12 +8,13 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.kernels.dot import as_wgrad
-from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.kernels.contraction import patch
+from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.convolutions import NHWC
 from tests.every_kernel import RUNS
+from tests.problems import conv
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(\S+) = .*? ([\w-]+)\(.*metadata=\{op_name=\"([^\"]*)\"", re.MULTILINE)
 # Pass, operation, and kernel family.
@@ -120,9 +121,8 @@ def test_kernels_are_named_by_family_and_role() -> None:
 
 
 def test_a_familys_kernels_are_named_by_the_family_that_uses_them() -> None:
-    problem = DotProblem(1, 64, 96, 4096, "bkm", "bkn", "float32", "float32")
-    family = as_wgrad.TF32
+    problem, family = conv((8, 8), (2, 2), (16, 64), stride=2), patch.WGRAD
     plan = family.plan(problem, family.candidates(problem, DEFAULT_CUDA)[0])
-    assert all(kernel.startswith("dot_tf32_") for kernel in plan.kernels())
-    assert plan.label.startswith("dot_tf32 ")
-    assert as_wgrad.tf32.FAMILY.traced_as == "wgrad_tf32"
+    assert all(kernel.startswith("wgrad_patch") for kernel in plan.kernels())
+    assert plan.label.startswith("wgrad_patch ")
+    assert tma.FAMILY.traced_as == "dot_tma"

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk import dequantize, prepack, quantize, quantized_matmul, unpack
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.quantized import PackedWeight

@@ -13,8 +13,8 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_splitk import quantized_matmul
-from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import quantized as quantized_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.exhaustive import thinned
 from tests.formats import CASES, GROUPS, Foreign, every_code
@@ -401,7 +401,7 @@ def test_shard_map(form: str) -> None:
     ({"implementation": "triton"}, ValueError, "implementation='triton'; accepted: None, 'cutlass', 'host', 'xla'"),
     ({"config": object()}, TypeError, "of type object; accepted: None (leave it out"),
     ({"config": wgrad_host.Config(1, 64)}, TypeError,
-     "of type jax_splitk.kernels.wgrad.host.Config; accepted: None (leave it out: the fastest is chosen), or the "
+     "of type jax_splitk.kernels.cpu.wgrad.Config; accepted: None (leave it out: the fastest is chosen), or the "
      "Config of a family that computes quantized_matmul, e.g. jax_splitk.kernels.quantized."),
     ({"transposed": 3}, TypeError, "transposed of type int; accepted: PackedWeight, None"),
 ])  # fmt: skip

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk import prepack, quantize, quantized_matmul
-from jax_splitk.kernels.quantized import host as quantized_host
+from jax_splitk.kernels.cpu import quantized as quantized_host
 from jax_splitk.ops import quantized_primitive, trace
 from jax_splitk.problems import quantized_reference
 from jax_splitk.quantized import PackedWeight, dequantize, unpack

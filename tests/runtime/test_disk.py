@@ -18,7 +18,7 @@ import pytest
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.runtime.source import Source
 
-SOURCE = Source("wgrad/im2col.cu", (("VALUE", 1),))
+SOURCE = Source("contraction/wgrad.cu", (("VALUE", 1),))
 CODE = compiler.Compiled(b"machine code", "log")
 
 

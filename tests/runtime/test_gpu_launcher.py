@@ -14,7 +14,7 @@ import jax_splitk
 from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import _ffi
-from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
+from jax_splitk.kernels.contraction.wgrad import FAMILY, Config
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import Int32Struct, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -112,8 +112,7 @@ def test_a_plan_for_another_kernel_is_refused() -> None:
     first, *others = made.launches
     count = len(first.params)
     longer = tuple(
-        dataclasses.replace(param, values=(*param.values, 0, 0)) if isinstance(param, Int32Struct) else param
-        for param in first.params
+        Int32Struct((*param.values, 0, 0)) if isinstance(param, Int32Struct) else param for param in first.params
     )
     for params, message in (
         (first.params[:-1], rf"takes {count} parameters; the plan gives {count - 1}"),

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import cases
 from jax_splitk import _ffi
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.contraction.wgrad import Config
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.kernels.wgrad.im2col import Config
 from jax_splitk.problems.conv_wgrad import conv_output_spatial
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.plan import DevicePlan

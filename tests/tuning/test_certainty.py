@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cost_model import records
 from jax_splitk import kernels
-from jax_splitk.kernels import cost_model, xla
+from jax_splitk.kernels.base import cost_model, xla
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import certainty, table

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk.kernels.conv import host as conv_host
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import passes as conv_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import HOST_CONV_TARGET

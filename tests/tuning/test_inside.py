@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import tune
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import settings

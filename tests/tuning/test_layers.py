@@ -18,7 +18,7 @@ import pytest
 from jax import export
 
 import jax_splitk
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import agreement, measurement, once, search, select, store, table, tuner

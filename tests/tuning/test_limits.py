@@ -10,7 +10,7 @@ import pytest
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.tuning import entry, search, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement

@@ -15,8 +15,8 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
@@ -154,7 +154,7 @@ keys = [key_for(Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
 ranked = {key: search.ranked(key) for key in keys}
 names = [f"{hashlib.sha256(bytes([i])).hexdigest()}-1" for i in range(5)]
 # Made ahead: it is writers that are to be killed.
-source = Source("wgrad/im2col.cu", ())
+source = Source("contraction/wgrad.cu", ())
 images = [random.Random(seed + i).randbytes(30_000 * i) for i in range(11)]
 cubins = [compiler.Compiled(image, hashlib.sha256(image).hexdigest()) for image in images]
 

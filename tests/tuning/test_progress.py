@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host
+from jax_splitk.kernels.cpu import wgrad as host
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import bar, flips, progress, search, searches, store
 from jax_splitk.tuning.choice import XLA, Candidate

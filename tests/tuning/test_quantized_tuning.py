@@ -17,7 +17,7 @@ from benchmarks.cases import Case
 from jax_splitk import prepack, quantize, quantized_matmul
 from jax_splitk.__main__ import main
 from jax_splitk.kernels import catalogue
-from jax_splitk.kernels.quantized import host as quantized_host
+from jax_splitk.kernels.cpu import quantized as quantized_host
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem

@@ -14,8 +14,8 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.kernels.quantized import host as quantized_host
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import quantized as quantized_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement

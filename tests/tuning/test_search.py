@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems import random_operands
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import execute, toolchain

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA

@@ -15,8 +15,8 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import catalogue
-from jax_splitk.kernels.wgrad import host as wgrad_host
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, toolchain

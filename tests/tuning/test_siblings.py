@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.kernels.quantized import stream
-from jax_splitk.kernels.wgrad import im2col
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import lookup, model

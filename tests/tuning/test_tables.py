@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import host as wgrad_host
+from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target

@@ -4,7 +4,7 @@ The host's side of `split_k.cuh`. The second kernel is launched with programmati
 resident, and wait, while the first kernel ends.
 """
 
-from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.device.structs import Struct
 
 OUT_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}  # macros ELEMENT, OUT
 REDUCE_THREADS = 256
@@ -13,11 +13,11 @@ MAX_GRID_Y = 65535  # of a launch: splits, or tiles
 FILL = 132 * 1024  # threads that keep the machine busy
 
 
-def reduce_args(size: int, stride: int, splits: int) -> Values:
+def reduce_args(size: int, stride: int, splits: int) -> Struct:
     """The struct of the kernel that adds splits, for an output of `size` elements; `stride`: elements from one split's
     partial sums to the next's, a multiple of 4."""
     lanes = reduce_lanes(size // 4, splits)
-    return Values("ReduceArgs", {"size": size, "stride": stride, "splits": splits, "lanes": lanes})
+    return Struct("ReduceArgs", {"size": size, "stride": stride, "splits": splits, "lanes": lanes})
 
 
 def splits_refusal(splits: int, blocks: int, what: str, uneven: bool = False) -> str | None:

@@ -1,8 +1,7 @@
-"""C structs of 32-bit integers that the host fills and device code reads. They are declared once, as Python dataclasses
-or by their values (`Values`).
+"""C structs of 32-bit integers that the host fills and device code reads, stated once: by their values.
 
-`declarations` gives the C text, which stands in a device source in place of `#include "structs.cuh"`; `Struct.param`
-gives the kernel parameter. A field is an `int` or a `Divisor`. A subclass of a struct is a derived struct in C.
+A `Struct` is a launch's parameter, by value. Its family declares it in the C text that stands in a device source in
+place of `#include "structs.cuh"`.
 """
 
 import dataclasses
@@ -14,31 +13,15 @@ from jax_splitk.runtime.plan import Int32Struct
 _HEADER = '#include "device/divisor.cuh"'
 
 
-class Struct:
-    """Base of the structs: frozen dataclasses whose names and fields are those of the C struct."""
-
-    def _words(self) -> Iterator[int]:
-        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
-            value = getattr(self, field.name)
-            if isinstance(value, Struct):
-                yield from value._words()
-            else:
-                yield int(value)
-
-    def param(self) -> Int32Struct:
-        """The struct by value."""
-        return Int32Struct(tuple(self._words()))
-
-
 @dataclasses.dataclass(frozen=True)
-class Divisor(Struct):
+class Divisor:
     """A divisor for device code: divides any number below 2**31 by multiplication, n * multiplier >> shift. See
     `divisor.cuh`.
 
     Attributes:
-      value: the divisor; 0 is never used to divide.
+      value: the divisor; by 0 nothing is divided.
       multiplier: 2**31 to 2**32 - 1, less 2**32, since the words of a struct are signed.
-      shift: shift of the 64-bit product.
+      shift: of the product of 64 bits.
     """
 
     value: int
@@ -55,70 +38,59 @@ class Divisor(Struct):
         return cls(value, multiplier - (1 << 32), shift)
 
 
-Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...] | list["Values"]
+Field = int | Divisor | tuple[int, ...] | tuple[Divisor, ...] | list["Struct"]
 
 
-class Values(Struct):
-    """A struct given by the values of its fields. A tuple has one value for each of the last of the dimensions d, h and
-    w. A list is an array of structs of one name."""
+class Struct(Int32Struct):
+    """A struct by its name and the values of its fields.
 
-    def __init__(self, name: str, values: dict[str, Field]) -> None:
-        self.name, self.values = name, values
+    A field is a number or a `Divisor`. A tuple has one of them for each of the last of the dimensions d, h and w; a
+    list is an array of structs of one name.
+    """
 
-    def _words(self) -> Iterator[int]:
-        for value in self.values.values():
-            for each in value if isinstance(value, tuple | list) else (value,):
-                yield from each._words() if isinstance(each, Struct) else (each,)
+    def __init__(self, name: str, fields: dict[str, Field]) -> None:
+        super().__init__(tuple(_words(*fields.values())))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "fields", fields)
 
-    def nested(self) -> Iterator["Values"]:
-        """One struct of each of its arrays."""
-        return (value[0] for value in self.values.values() if isinstance(value, list))
+    name: str
+    fields: dict[str, Field]
 
     def declaration(self) -> str:
         members = {}
-        for name, value in self.values.items():
+        for name, value in self.fields.items():
             if isinstance(value, list):
                 members[f"{name}[{len(value)}]"] = value[0].name
                 continue
             first, axes = (value[0], ", ".join("dhw"[-len(value) :])) if isinstance(value, tuple) else (value, "")
             of = type(first).__name__
             members[name] = f"struct {{ {of} {axes}; }}" if axes else of
-        return _c_struct(self.name, members)
+        return "\n".join((f"struct {self.name} {{", *(f"  {of} {name};" for name, of in members.items()), "};"))
 
 
-def declarations(*structs: type[Struct] | Values) -> str:
-    """The C declarations of structs, in this order; a struct's bases come before it."""
-    found: list[str] = []
-    for struct in structs:
-        if isinstance(struct, Values):
-            found += [each.declaration() for each in (*struct.nested(), struct)]
+def _words(*fields: Field) -> Iterator[int]:
+    for field in fields:
+        if isinstance(field, tuple | list):
+            yield from _words(*field)
+        elif isinstance(field, Int32Struct):
+            yield from field.values
+        elif isinstance(field, Divisor):
+            yield from (field.value, field.multiplier, field.shift)
         else:
-            found += map(_declaration, _line(struct))
-    return "\n".join((_HEADER, *dict.fromkeys(found), ""))
+            yield int(field)
+
+
+def declarations(*structs: Struct) -> str:
+    """The C declarations of structs, in this order; those of an array come before the struct that has it."""
+    found = [each.declaration() for struct in structs for each in (*_nested(struct), struct)]
+    return "\n".join((_HEADER, *dict.fromkeys(found), "")) if found else ""
+
+
+def _nested(struct: Struct) -> Iterator[Struct]:
+    return (value[0] for value in struct.fields.values() if isinstance(value, list))
 
 
 def constants(name: str, values: dict[str, int]) -> str:
-    """The C declaration of a struct of constants, whose names are in capitals."""
+    """The C declaration of a struct of constants, in capitals."""
     members = ", ".join(f"{field.upper()} = {value}" for field, value in values.items())
     return f"struct {name} {{\n  static constexpr int {members};\n}};\n"
-
-
-def _line(struct: type[Struct]) -> list[type[Struct]]:
-    """The struct and its bases, the first one first."""
-    return [base for base in reversed(struct.__mro__) if issubclass(base, Struct) and base is not Struct]
-
-
-def _declaration(struct: type[Struct]) -> str:
-    *bases, _ = _line(struct)
-    inherited = {name for base in bases for name in base.__annotations__}
-    types = {}
-    for field in dataclasses.fields(struct):  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
-        if field.type not in (int, Divisor):
-            raise TypeError(f"{struct.__qualname__}.{field.name} is of type {field.type!r}; accepted: int, Divisor")
-        if field.name not in inherited:
-            types[field.name] = field.type.__name__
-    return _c_struct(struct.__name__ + (f" : {bases[-1].__name__}" if bases else ""), types)
-
-
-def _c_struct(name: str, types: dict[str, str]) -> str:
-    return "\n".join((f"struct {name} {{", *(f"  {of} {field};" for field, of in types.items()), "};"))

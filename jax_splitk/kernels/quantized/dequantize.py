@@ -3,9 +3,7 @@
 from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
-from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.runtime import plan
 
 FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
 TYPE_CODES = {**OUT_CODES, "none": -1}  # macros SCALE_TYPE, ZERO_TYPE
@@ -38,12 +36,6 @@ def weight_bytes(problem: QuantizedMatmulProblem, features: int, k: int) -> int:
         items += jnp.dtype(problem.zero_dtype).itemsize
     groups = 0 if per_channel(problem) else k // problem.group_size
     return features * (k * problem.bits // 8 + groups * items)
-
-
-def buffers(problem: QuantizedMatmulProblem) -> list[plan.Buffer]:
-    """x, words, scale, zero point if there is one, result."""
-    arrays = (*problem.operand_types, (problem.out_shape, problem.out_dtype))
-    return [plan.Buffer(nbytes(*array), 16) for array in arrays]
 
 
 # Instructions of a warp that decode 64 values of each of 64 rows, by format.

@@ -9,12 +9,14 @@ output's tiles can be cut into ranges, as in quantized_tiled, whose sums meet in
 of two thread blocks with a tile each share the activation by multicast. The result is deterministic.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from jax_splitk.kernels.base.family import field_refusal
 from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, Config, whole_tiles
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, whole_tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
 
@@ -24,6 +26,22 @@ TILES_N = (32, 64, 96, 128, 192, 256)
 MULTICASTS = (1, 2)
 MAX_REGISTERS = 232
 WIDEST_OF_256 = 64  # with four warpgroups a thread has few registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(tiles.Config):
+    """How the tiles are computed: see `tiles.Config`.
+
+    Attributes:
+      multicast: thread blocks of a cluster that have the same rows of x and load them together; its tiles and ranges
+        are those of the cluster.
+    """
+
+    multicast: int = 1
+
+    @property
+    def worker_blocks(self) -> int:
+        return self.multicast
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -60,14 +78,14 @@ def sums(problem: QuantizedMatmulProblem, config: Config) -> int:
     return _sets(problem, config, chunk(problem, config))
 
 
-class Fp8(tiles.TileFamily):
+class Fp8(tiles.TileFamily[Config]):
     name = "quantized_fp8"
     ABI = 3
     file = "quantized/fp8.cu"
 
     x_dtypes = ("float8_e4m3fn",)
     out_dtypes = ("bfloat16", "float16")  # the tensor cores' sums of e4m3 products are not good enough for float32
-    tiles_m, tiles_n, multicasts = TILES_M, TILES_N, MULTICASTS
+    tiles_m, tiles_n = TILES_M, TILES_N
     x_item = 1
     most_stages = (8, 8)
     widest_split = 128  # with more rows there are tiles enough
@@ -85,6 +103,12 @@ class Fp8(tiles.TileFamily):
         return None
 
     def loop_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
+        if (reason := field_refusal(config, multicast=MULTICASTS)) is not None:
+            return reason
+        if config.blocks % config.multicast:
+            return f"blocks {config.blocks} with multicast {config.multicast}; accepted: multiples of it"
+        if config.splits > 1 and config.multicast > 1:
+            return f"splits {config.splits} with multicast {config.multicast}; accepted: 1"
         if config.tile_m > TILES_M[0] and config.tile_n > WIDEST_OF_256:
             return f"tile_n {config.tile_n} with tile_m {config.tile_m}; accepted: at most {WIDEST_OF_256}"
         return None

@@ -70,12 +70,12 @@ class Schedule:
             return found
         return dataclasses.replace(found, workers=-(-found.units // found.range_blocks))
 
-    def refusal(self, splits: int, multicast: int, k_warpgroups: int) -> str | None:
-        """Why the schedule is not legal, None where it is. Workers are clusters of `multicast` thread blocks; with
+    def refusal(self, splits: int, worker_blocks: int, k_warpgroups: int) -> str | None:
+        """Why the schedule is not legal, None where it is. Workers have so many thread blocks; with
         `splits` above 1 each tile has so many ranges, whose blocks have `k_warpgroups`."""
         if self.units > MAX_UNITS:
             return f"{self.units} blocks of this tile and 128 k; accepted: at most {MAX_UNITS}"
-        return self._refusal_of_splits(splits, k_warpgroups) if splits > 1 else self._refusal_of_ranges(multicast)
+        return self._refusal_of_splits(splits, k_warpgroups) if splits > 1 else self._refusal_of_ranges(worker_blocks)
 
     def _refusal_of_splits(self, splits: int, k_warpgroups: int) -> str | None:
         nearest = whole_splits(self.k_blocks, splits)
@@ -89,17 +89,17 @@ class Schedule:
             return f"k_warpgroups {k_warpgroups} of ranges down to {self.last_range(splits)} k blocks; accepted: 1"
         return None
 
-    def _refusal_of_ranges(self, multicast: int) -> str | None:
-        blocks, of = self.workers * multicast, f"{self.tiles} tiles of {self.k_blocks} k blocks"
+    def _refusal_of_ranges(self, each: int) -> str | None:
+        blocks, of = self.workers * each, f"{self.tiles} tiles of {self.k_blocks} k blocks"
         if not 1 <= self.workers <= self.units:
-            return f"blocks {blocks}; accepted for {of}: {multicast} to {self.units * multicast}"
+            return f"blocks {blocks}; accepted for {of}: {each} to {self.units * each}"
         if not 0 <= self.whole_tiles * self.workers <= self.tiles:
             most = self.tiles // self.workers
             given = f"whole_tiles {self.whole_tiles} of {self.workers} workers"
             return f"{given}; accepted for {self.tiles} tiles: 0 to {most}"
         nearest = self.without_idle().workers
         if self.whole_tiles == 0 and nearest != self.workers:
-            return f"blocks {blocks} leaves some without any of {self.units} k blocks; use {nearest * multicast}"
+            return f"blocks {blocks} leaves some without any of {self.units} k blocks; use {nearest * each}"
         return None
 
 

@@ -10,13 +10,13 @@ import itertools
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.structs import Values
-from jax_splitk.kernels.family import ModelledFamily, field_refusal
+from jax_splitk.kernels.base.family import ModelledFamily, field_refusal
+from jax_splitk.kernels.base.named import NamedByFormat
+from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
-from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
@@ -145,10 +145,10 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
     return plan.TiledMap(0, dtype, dims, (2 * k, 2 * width), box, swizzle)
 
 
-def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
+def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
     """Sizes of x, of the result and of the packed weight; the number of stages for all of k."""
     sizes = {"rows": p.rows, "k": p.k, "features": p.features, "feature_tiles": p.feature_tiles}
-    return Values("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
+    return Struct("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
 
 
 class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
@@ -239,12 +239,6 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             cluster=config.cluster,
         )
 
-    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
-        return 0
-
-    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> list[Values]:
-        return [_args(problem, config)]
-
     def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         """Macros for types, groups, the config, and divisibility of k and features."""
         return {
@@ -262,15 +256,11 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             "CLUSTER": config.cluster,
         }
 
-    def buffers(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """x, words, scale, zero point if there is one, result, workspace."""
-        return (*dequantize.buffers(problem), plan.Buffer(0, 16))
-
     def maps(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         return (_x_map(problem, config),) if _by_tma(problem) else ()
 
     def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
-        out = len(dequantize.buffers(problem)) - 1
+        out = len(problem.operand_types)
         launch = plan.Launch(
             kernel=self.kernel_name(problem),
             grid=(config.clusters * config.cluster, 1, 1),
@@ -279,7 +269,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             params=(
                 plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
                 *(plan.Pointer(i) for i in (1, 2, out - 1, out)),
-                _args(problem, config).param(),
+                _args(problem, config),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import tiles
 from jax_splitk.kernels.quantized.dequantize import INSTRUCTIONS, has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, whole_tiles
@@ -102,14 +102,14 @@ def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     return _aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
 
 
-def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Values:
+def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Struct:
     """Of the kernel that prepares x; `pitch` is of the copy's rows, in elements: 0 for no copy."""
     sizes = {"rows": problem.rows, "k": problem.k, "padded_rows": _padded_rows(problem, config)}
     pitch = _pitch(problem) if needs_copy(problem) else 0
-    return Values("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
+    return Struct("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
 
 
-class Tiled(tiles.TileFamily):
+class Tiled(tiles.TileFamily[Config]):
     name = "quantized_tiled"
     ABI = 4
     file = "quantized/tiled.cu"
@@ -209,8 +209,9 @@ class Tiled(tiles.TileFamily):
             "PREPARED": int(_prepared(problem)),
         }
 
-    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> list[Values]:
-        return [*super().declared(problem, config), _prepare_args(problem, config)]
+    def structs(self, problem: QuantizedMatmulProblem, config: Config) -> list[Struct]:
+        """That of the kernel that prepares x, too, which the source has whether it is launched or not."""
+        return [*super().structs(problem, config), _prepare_args(problem, config)]
 
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
         buffer = workspace if needs_copy(problem) else 0
@@ -228,7 +229,7 @@ class Tiled(tiles.TileFamily):
             kernel=self.kernel_name(problem, "_prepare"),
             grid=(-(-warps // PREPARE_WARPS), 1, 1),
             block=(32 * PREPARE_WARPS, 1, 1),
-            params=(_prepare_args(problem, config).param(), plan.Pointer(0), plan.Pointer(workspace), sums),
+            params=(_prepare_args(problem, config), plan.Pointer(0), plan.Pointer(workspace), sums),
         )
         return operands, (launch,)
 

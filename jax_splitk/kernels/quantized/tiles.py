@@ -7,15 +7,15 @@ A family adds what its inner loop, over a block of 128 k, needs.
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, TypeAlias, TypeVar
 
-from jax_splitk.kernels.device.structs import Values
-from jax_splitk.kernels.family import ModelledFamily, field_refusal
+from jax_splitk.kernels.base.family import ModelledFamily, field_refusal
+from jax_splitk.kernels.base.named import NamedByFormat
+from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize
-from jax_splitk.kernels.quantized.named import NamedByFormat
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
@@ -50,8 +50,6 @@ class Config:
         for each thread block, whose sums meet in the workspace.
       splits: above 1, equal ranges of the k blocks of every tile, whose thread blocks are a cluster and add their sums
         in shared memory.
-      multicast: thread blocks of a cluster that have the same rows of x and load them together; its tiles and ranges
-        are those of the cluster.
       k_warpgroups: warpgroups that share 64 features, and take turns with the k blocks of a range; 1, or 2 with splits.
     """
 
@@ -61,8 +59,12 @@ class Config:
     blocks: int
     whole_tiles: int = 0
     splits: int = 1
-    multicast: int = 1
     k_warpgroups: int = 1
+
+    @property
+    def worker_blocks(self) -> int:
+        """Thread blocks of a worker; see `Schedule`."""
+        return 1
 
     @property
     def m_warpgroups(self) -> int:
@@ -75,6 +77,7 @@ class Config:
         return self.m_warpgroups * self.k_warpgroups
 
 
+_Config = TypeVar("_Config", bound=Config)
 Prepared: TypeAlias = tuple[tuple[plan.Param, ...], tuple[plan.Launch, ...]]
 
 
@@ -84,21 +87,21 @@ def k_blocks(problem: QuantizedMatmulProblem) -> int:
 
 def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, int]:
     """(a worker's tiles along the features, tiles along the rows)."""
-    return -(-problem.features // (config.tile_m * config.multicast)), -(-problem.rows // config.tile_n)
+    return -(-problem.features // (config.tile_m * config.worker_blocks)), -(-problem.rows // config.tile_n)
 
 
 def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
     tiles = math.prod(tile_counts(problem, config))
-    return Schedule(tiles, k_blocks(problem), config.blocks // config.multicast, config.whole_tiles)
+    return Schedule(tiles, k_blocks(problem), config.blocks // config.worker_blocks, config.whole_tiles)
 
 
-def _args(p: QuantizedMatmulProblem, config: Config) -> Values:
+def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
     """Sizes of the output and of the packed weight; tiles, and of what a worker has (see `Schedule`)."""
     given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
     sizes = {"rows": p.rows, "features": p.features, "feature_tiles": p.feature_tiles, "k_tiles": p.k_tiles}
     sizes |= {"groups": p.groups, "k_blocks": given.k_blocks, "tiles_m": tiles_m, "tiles_n": tiles_n}
     work = {"whole_tiles": given.whole_tiles, "range_blocks": given.range_blocks}
-    return Values("Args", {**sizes, **work, "once": int(tiles_n == 1)})  # once: a thread block alone reads a word
+    return Struct("Args", {**sizes, **work, "once": int(tiles_n == 1)})  # once: a thread block alone reads a word
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
@@ -106,13 +109,13 @@ def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
     return config.splits == 1 and schedule(problem, config).is_cut
 
 
-def whole_tiles(problem: QuantizedMatmulProblem, config: Config) -> Config:
+def whole_tiles(problem: QuantizedMatmulProblem, config: _Config) -> _Config:
     """The config with a thread block for each tile."""
-    blocks = math.prod(tile_counts(problem, config)) * config.multicast
+    blocks = math.prod(tile_counts(problem, config)) * config.worker_blocks
     return dataclasses.replace(config, blocks=blocks, whole_tiles=1, splits=1)
 
 
-def split_tiles(problem: QuantizedMatmulProblem, config: Config, splits: int) -> Config:
+def split_tiles(problem: QuantizedMatmulProblem, config: _Config, splits: int) -> _Config:
     """The config with a cluster of `splits` thread blocks for each tile."""
     blocks = math.prod(tile_counts(problem, config)) * splits
     return dataclasses.replace(config, blocks=blocks, whole_tiles=0, splits=splits)
@@ -123,7 +126,7 @@ def tile_bytes(config: Config) -> int:
     return config.tile_m * config.tile_n * 4
 
 
-class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
+class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config]):
     """A kernel family whose inner loop computes tiles.
 
     Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
@@ -133,7 +136,6 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     out_dtypes: ClassVar[tuple[str, ...]]
     tiles_m: ClassVar[tuple[int, ...]]
     tiles_n: ClassVar[tuple[int, ...]]
-    multicasts: ClassVar[tuple[int, ...]] = (1,)
     x_item: ClassVar[int]  # bytes of an element of x in shared memory
     most_stages: ClassVar[tuple[int, int]]  # with one, and two, k_warpgroups
     widest_split: ClassVar[int]  # tile_n of tiles that may be cut into splits
@@ -148,34 +150,34 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         del problem, tile_n
         return 0
 
-    def stage_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+    def stage_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """STAGE_BYTES and EXTRA_BYTES of the device code."""
         x = BLOCK_K * self.x_item * config.tile_n
         weight = dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
         return x + weight + self.x_sums_bytes(problem, config.tile_n)
 
-    def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+    def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """Shared memory beside the pipeline: results on their way to memory, and sums on their way from one
         k_warpgroup to the other."""
         staging = 0 if problem.out_dtype == "float32" else 4 * config.warpgroups * STAGING_BYTES
         return staging + (config.k_warpgroups - 1) * tile_bytes(config) + ALIGNMENT_BYTES + BARRIER_BYTES
 
-    def shared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+    def shared_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """Shared memory of a thread block."""
         return config.stages * self.stage_bytes(problem, config) + self._fixed_bytes(problem, config)
 
-    def max_stages(self, problem: QuantizedMatmulProblem, config: Config, blocks_per_sm: int = 1) -> int:
+    def max_stages(self, problem: QuantizedMatmulProblem, config: _Config, blocks_per_sm: int = 1) -> int:
         """The deepest pipeline that fits in shared memory; `config.stages` is not looked at."""
         # A KiB of each thread block is the system's.
         room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self._fixed_bytes(problem, config)
         most = min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
         return most // config.k_warpgroups * config.k_warpgroups
 
-    def deepest(self, problem: QuantizedMatmulProblem, config: Config, blocks_per_sm: int = 1) -> Config:
+    def deepest(self, problem: QuantizedMatmulProblem, config: _Config, blocks_per_sm: int = 1) -> _Config:
         """The config with the deepest pipeline that fits."""
         return dataclasses.replace(config, stages=self.max_stages(problem, config, blocks_per_sm))
 
-    def min_stages(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+    def min_stages(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """Stages that keep the pipeline moving, and hold the sums that a cluster's blocks send to one of them."""
         if config.splits == 1:
             return MIN_STAGES[config.k_warpgroups]
@@ -184,12 +186,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         x_and_words = BLOCK_K * (self.x_item * config.tile_n + config.tile_m * problem.bits // 8)
         return max(MIN_STAGES[config.k_warpgroups], -(-received // x_and_words))
 
-    def prepared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+    def prepared_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """Of the workspace, before partial sums."""
         del problem, config
         return 0
 
-    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+    def workspace_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """What is prepared, and two slots of a tile for each range."""
         slots = 2 * config.blocks * tile_bytes(config) if is_cut(problem, config) else 0
         return self.prepared_bytes(problem, config) + slots
@@ -201,7 +203,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         """Why the inner loop cannot serve the problem."""
 
     @abc.abstractmethod
-    def loop_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
+    def loop_refusal(self, problem: QuantizedMatmulProblem, config: _Config) -> str | None:
         """Why the inner loop cannot compute such tiles; they are of `tiles_m`, `tiles_n` and k_warpgroups."""
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
@@ -218,25 +220,19 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             return f"{units} blocks of {tile_m} features, {tile_n} rows and 128 k; accepted: at most {MAX_UNITS}"
         return self.loop_problem_refusal(problem)
 
-    def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
+    def config_refusal(self, problem: QuantizedMatmulProblem, config: _Config) -> str | None:
         return (
             self._tile_refusal(config)
             or self._cluster_refusal(problem, config)
             or self.loop_refusal(problem, config)
             or self._stages_refusal(problem, config)
-            or schedule(problem, config).refusal(config.splits, config.multicast, config.k_warpgroups)
+            or schedule(problem, config).refusal(config.splits, config.worker_blocks, config.k_warpgroups)
         )
 
-    def _tile_refusal(self, config: Config) -> str | None:
-        tile = {"tile_m": self.tiles_m, "tile_n": self.tiles_n, "multicast": self.multicasts, "k_warpgroups": (1, 2)}
-        reason = field_refusal(config, **tile)
-        if reason is not None:
-            return reason
-        if config.blocks % config.multicast:
-            return f"blocks {config.blocks} with multicast {config.multicast}; accepted: multiples of it"
-        return None
+    def _tile_refusal(self, config: _Config) -> str | None:
+        return field_refusal(config, tile_m=self.tiles_m, tile_n=self.tiles_n, k_warpgroups=(1, 2))
 
-    def _stages_refusal(self, p: QuantizedMatmulProblem, config: Config) -> str | None:
+    def _stages_refusal(self, p: QuantizedMatmulProblem, config: _Config) -> str | None:
         least, most = self.min_stages(p, config), self.max_stages(p, config)
         if not least <= config.stages <= most:
             return f"stages {config.stages}; accepted with this tile: {least} to {most}"
@@ -244,12 +240,10 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             return f"stages {config.stages} with k_warpgroups {config.k_warpgroups}; accepted: multiples of it"
         return None
 
-    def _cluster_refusal(self, p: QuantizedMatmulProblem, config: Config) -> str | None:
+    def _cluster_refusal(self, p: QuantizedMatmulProblem, config: _Config) -> str | None:
         """Of which tiles the ranges can form a cluster, and have two k_warpgroups."""
         if not 1 <= config.splits <= MAX_SPLITS:
             return f"splits {config.splits}; accepted: 1 to {MAX_SPLITS}"
-        if config.splits > 1 and config.multicast > 1:
-            return f"splits {config.splits} with multicast {config.multicast}; accepted: 1"
         if config.splits > 1 and config.tile_n > self.widest_split:
             return f"splits {config.splits} of tile_n {config.tile_n}; accepted: 1"
         if config.k_warpgroups == 1:
@@ -267,20 +261,20 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     # ---- choices -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[Config]:
+    def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[_Config]:
         """What `candidates` considers, with a thread block for each tile."""
 
     @abc.abstractmethod
-    def near_tiles(self, problem: QuantizedMatmulProblem, config: Config) -> Iterable[tuple[Config, bool]]:
+    def near_tiles(self, problem: QuantizedMatmulProblem, config: _Config) -> Iterable[tuple[_Config, bool]]:
         """What `neighbours` considers, and whether with all schedules. Only tiles, inner loop and stages count."""
 
-    def schedules(self, problem: QuantizedMatmulProblem, tile: Config, target: Target) -> list[Config]:
+    def schedules(self, problem: QuantizedMatmulProblem, tile: _Config, target: Target) -> list[_Config]:
         """Legal ways to give the tiles to thread blocks; `tile` has one for each."""
         together = self.blocks_per_sm(problem, tile)
-        workers, resident = tile.blocks // tile.multicast, target.cores * together // tile.multicast
+        workers, resident = tile.blocks // tile.worker_blocks, target.cores * together // tile.worker_blocks
         found = [tile] if self.queues or workers <= resident else []
         for other in schedules(workers, k_blocks(problem), resident):
-            blocks = other.workers * tile.multicast
+            blocks = other.workers * tile.worker_blocks
             found.append(dataclasses.replace(tile, blocks=blocks, whole_tiles=other.whole_tiles))
         for splits in SPLITS:
             config = split_tiles(problem, tile, splits)
@@ -288,12 +282,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
                 found.append(config)
         return [config for config in dict.fromkeys(found) if self.config_refusal(problem, config) is None]
 
-    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
+    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[_Config]:
         """Of every tile the few schedules that the model puts first; the most promising first."""
         tiles = (self.schedules(problem, tile, target) for tile in self.candidate_tiles(problem))
         return self.best_of_each(problem, tiles, SCHEDULES_KEPT, target)
 
-    def neighbours(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> list[Config]:
+    def neighbours(self, problem: QuantizedMatmulProblem, config: _Config, target: Target) -> list[_Config]:
         """One stage less of each k_warpgroup, and other schedules of the tile and of those next to it."""
         found = [dataclasses.replace(config, stages=config.stages - config.k_warpgroups)]
         for tile, every in self.near_tiles(problem, config):
@@ -304,7 +298,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     # ---- cost --------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
+    def block_work(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[float, float, float]:
         """(clocks of the tensor cores, instructions, turns) of a thread block's k block; see `Work`."""
 
     def prepared(self, problem: QuantizedMatmulProblem) -> bool:
@@ -316,30 +310,30 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         """Of what the kernel loads, each once."""
         return problem.bytes_moved - nbytes(problem.out_shape, problem.out_dtype)
 
-    def _reloaded_bytes(self, problem: QuantizedMatmulProblem, config: Config, units: int) -> float:
+    def _reloaded_bytes(self, problem: QuantizedMatmulProblem, config: _Config, units: int) -> float:
         """What device memory moves again for thread blocks with ranges: they need the same k blocks at other times, and
         find only what the L2 has kept. `units`: k blocks of all tiles."""
         operands = self.operand_bytes(problem)
-        again = units * config.multicast * self.stage_bytes(problem, config) - operands
+        again = units * config.worker_blocks * self.stage_bytes(problem, config) - operands
         lost = min(1.0, max(0.0, operands / L2_BYTES - 1))  # in turns, so that twice as much finds nothing again
         return max(0, again) * lost
 
-    def together(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> int:
+    def together(self, problem: QuantizedMatmulProblem, config: _Config, target: Target) -> int:
         """Thread blocks that share the busiest multiprocessor."""
         alone = resident_blocks(target, config.splits)
         return min(self.blocks_per_sm(problem, config), -(-config.blocks // alone))
 
-    def work(self, problem: QuantizedMatmulProblem, config: Config, target: Target) -> Work:
+    def work(self, problem: QuantizedMatmulProblem, config: _Config, target: Target) -> Work:
         """The busiest multiprocessor's k blocks."""
         resident = resident_blocks(target, config.splits, self.blocks_per_sm(problem, config))
-        rounds = -(-config.blocks // (resident // config.multicast * config.multicast))  # where not all fit
+        rounds = -(-config.blocks // (resident // config.worker_blocks * config.worker_blocks))  # where not all fit
         given, is_cut_up = schedule(problem, config), is_cut(problem, config)
         together = self.together(problem, config, target)
         blocks = rounds * given.blocks_each * together
         pieces = rounds * given.pieces
         reloaded = self._reloaded_bytes(problem, config, given.units) if is_cut_up else 0.0
         tensor, issued, turns = self.block_work(problem, config)
-        slots = config.blocks + given.rest * config.multicast if is_cut_up else 0
+        slots = config.blocks + given.rest * config.worker_blocks if is_cut_up else 0
         prepared = self.prepared(problem)
         stage = self.stage_bytes(problem, config)
         return Work(
@@ -354,28 +348,25 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             stored_bytes=pieces * tile_bytes(config) / config.splits + (config.k_warpgroups - 1) * tile_bytes(config),
             partial_bytes=2 * slots * tile_bytes(config),
             launches=1 + is_cut_up + prepared,
-            cluster=max(config.splits, config.multicast),
+            cluster=max(config.splits, config.worker_blocks),
         )
 
     # ---- plan --------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
+    def loop_macros(self, problem: QuantizedMatmulProblem, config: _Config) -> dict[str, int]:
         """Macros of the inner loop."""
 
     @abc.abstractmethod
-    def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
+    def x_map(self, problem: QuantizedMatmulProblem, config: _Config, workspace: int) -> plan.TiledMap:
         """Of x; the workspace is the buffer of that number."""
 
-    def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> Prepared:
+    def prepare(self, problem: QuantizedMatmulProblem, config: _Config, workspace: int) -> Prepared:
         """Parameters of the kernel between scale and result, and kernels that prepare the workspace for it."""
         del problem, config, workspace
         return (), ()
 
-    def declared(self, problem: QuantizedMatmulProblem, config: Config) -> Sequence[Values]:
-        return [_args(problem, config)]
-
-    def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
+    def macros(self, problem: QuantizedMatmulProblem, config: _Config) -> dict[str, int]:
         """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
         rows where they are few, and with splits the ranges of k."""
         given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
@@ -385,7 +376,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             "M_WARPGROUPS": config.m_warpgroups,
             "K_WARPGROUPS": config.k_warpgroups,
             "SPLITS": config.splits,
-            "MULTICAST": config.multicast,
+            "MULTICAST": config.worker_blocks,
             "RANGE": ranges[0],
             "LAST_RANGE": ranges[1],
             "TILE_N": config.tile_n,
@@ -396,17 +387,13 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             **self.loop_macros(problem, config),
         }
 
-    def buffers(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """x, words, scale, zero point if there is one, result, workspace."""
-        return (*dequantize.buffers(problem), plan.Buffer(self.workspace_bytes(problem, config), 256))
+    def maps(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[plan.TiledMap, ...]:
+        return (self.x_map(problem, config, len(problem.operand_types) + 1),)
 
-    def maps(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.TiledMap, ...]:
-        return (self.x_map(problem, config, len(dequantize.buffers(problem))),)
-
-    def launches(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[plan.Launch, ...]:
-        workspace = len(dequantize.buffers(problem))
+    def launches(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[plan.Launch, ...]:
+        workspace = len(problem.operand_types) + 1
         out, partials = plan.Pointer(workspace - 1), plan.Pointer(workspace, self.prepared_bytes(problem, config))
-        args = _args(problem, config).param()
+        args = _args(problem, config)
         operands, first = self.prepare(problem, config, workspace)
         main = plan.Launch(
             kernel=self.kernel_name(problem),
@@ -414,12 +401,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             block=(128 * (config.warpgroups + 1), 1, 1),
             params=(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
             shared_bytes=self.shared_bytes(problem, config) - BARRIER_BYTES,
-            cluster=(config.multicast * config.splits, 1, 1),
+            cluster=(config.worker_blocks * config.splits, 1, 1),
             programmatic=bool(first),
         )
         if not is_cut(problem, config):
             return (*first, main)
-        given, parts = schedule(problem, config), config.multicast * tile_bytes(config) // CHUNK_BYTES
+        given, parts = schedule(problem, config), config.worker_blocks * tile_bytes(config) // CHUNK_BYTES
         adds_slots = plan.Launch(
             kernel=self.kernel_name(problem, "_reduce"),
             grid=(given.rest * parts, 1, 1),

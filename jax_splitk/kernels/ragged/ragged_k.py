@@ -8,11 +8,11 @@ import math
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.ragged import tiles
 from jax_splitk.kernels.ragged.maps import group_map
 from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -99,11 +99,11 @@ class RaggedK(RaggedFamily):
         slots = _slots(problem, config) + (config.workers if is_long else 0)
         return slots * config.tile_m * config.tile_n * 4
 
-    def args(self, problem: RaggedDotProblem, config: Config) -> Values:
+    def args(self, problem: RaggedDotProblem, config: Config) -> Struct:
         p = problem
         rows, columns = tile_counts(p, config)
         fields = {"m": p.m, "rows_of_matrix": p.k, "n": p.n, "rows": rows, "columns": columns}
-        return Values("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
+        return Struct("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         store = _STORE[jnp.dtype(problem.out_dtype).itemsize]

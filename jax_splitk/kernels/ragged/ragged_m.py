@@ -7,12 +7,12 @@ begins. Group sizes stay on the device.
 import itertools
 from collections.abc import Iterator, Sequence
 
+from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.split_tile import is_whole, operand_map
-from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.ragged import tiles
 from jax_splitk.kernels.ragged.maps import group_map
 from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
-from jax_splitk.kernels.work import Work
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -85,11 +85,11 @@ class RaggedM(RaggedFamily):
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
-    def args(self, problem: RaggedDotProblem, config: Config) -> Values:
+    def args(self, problem: RaggedDotProblem, config: Config) -> Struct:
         p = problem
         columns = -(-p.n // config.tile_columns)
         fields = {"m": p.m, "n": p.n, "k_blocks": self._k_blocks(p), "columns": columns}
-        return Values("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
+        return Struct("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         is_mn = problem.rhs_order == "gkn"

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.structs import Values
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.device.wgmma_tile import RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, WgmmaTile, tile_refusal
-from jax_splitk.kernels.family import ModelledFamily, call_buffers, field_macros, field_refusal
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
@@ -146,11 +146,8 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def args(self, problem: RaggedDotProblem, config: Config) -> Values:
+    def args(self, problem: RaggedDotProblem, config: Config) -> Struct:
         """The kernels' struct `Args`."""
-
-    def declared(self, problem: RaggedDotProblem, config: Config) -> tuple[Values, ...]:
-        return (self.args(problem, config),)
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         return {
@@ -163,10 +160,6 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
             "HAS_OFFSET": int(problem.has_offset),
         }
 
-    def buffers(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Buffer, ...]:
-        """lhs, rhs, group_sizes, group_offset if there is one, out, workspace."""
-        return call_buffers(problem, self.workspace_bytes(problem, config))
-
     def out_buffer(self, problem: RaggedDotProblem) -> int:
         return 3 + problem.has_offset
 
@@ -178,6 +171,6 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
             kernel=self.kernel_name(problem),
             grid=(config.workers, 1, 1),
             block=(config.threads, 1, 1),
-            params=(*maps, sizes, offset, self.args(problem, config).param(), *params),
+            params=(*maps, sizes, offset, self.args(problem, config), *params),
             shared_bytes=_dynamic_bytes(problem, config),
         )

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.conv import im2col, phases
-from jax_splitk.kernels.conv.im2col import Config
+from jax_splitk.kernels.contraction import im2col, phases
+from jax_splitk.kernels.contraction.im2col import Config
 from jax_splitk.kernels.device.wgmma_tile import max_stages
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, transposed
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -62,12 +62,13 @@ def test_float32_is_an_input_gradients() -> None:
     (Config(64, 32, 8), "tile 64x32; accepted"),
     (Config(64, 64, 4, taps=3), "taps 3; accepted: 1"),
     (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
-    (Config(64, 64, 8, 4, "cluster"), None),
+    (Config(64, 64, 8, 4, "workspace"), None),
+    (Config(64, 64, 8, 4, "cluster"), "reduction cluster; accepted: none, workspace"),
     (Config(64, 64, 8, swap=True), "swap True; accepted: False"),
     (Config(64, 64, 8, swap=True, workers=1), None),
     (Config(64, 256, 5, swap=True, workers=1), "stages 5; accepted: 2 to 4"),
     (Config(64, 64, 8, workers=2), "workers 2; accepted: 1 to 1"),
-    (Config(64, 64, 8, 2, "cluster", workers=1), "splits 2; accepted: 1"),
+    (Config(64, 64, 8, 2, "workspace", workers=1), "splits 2; accepted: 1"),
 ])  # fmt: skip
 def test_refuses_configs(config: Config, reason: str | None) -> None:
     """Splits are counted in the longest phase."""

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.wgrad import gather, halo, im2col
+from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import on_gpu
@@ -44,7 +46,7 @@ def test_reduce_splits_is_exact_with_any_lanes(out_dtype: str) -> None:
 
 
 def test_reduce_tiles_is_exact_with_any_lanes() -> None:
-    config = halo.Config(2, 16, 1, 2, 1)
+    config = halo.Config(2, 16, 1)
     configs = of_splits(halo.FAMILY, TILES, config, halo.FAMILY.reduction_blocks(TILES, config))
     assert lanes(halo.FAMILY, TILES, configs, "Args") == set(LANES)
     on_gpu.check_exact(halo.FAMILY, TILES, configs)

@@ -4,9 +4,8 @@ import dataclasses
 import math
 
 import numpy as np
-import pytest
 
-from jax_splitk.kernels.device.structs import Divisor, Struct, Values, declarations
+from jax_splitk.kernels.device.structs import Divisor, Struct, declarations
 from tests.problems import seeded
 
 
@@ -31,42 +30,34 @@ def test_zero_divides_nothing_but_is_kept() -> None:
     assert Divisor.of(0) == dataclasses.replace(Divisor.of(1), value=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Base(Struct):
-    size: int
-    by: Divisor
-
-
-@dataclasses.dataclass(frozen=True)
-class Derived(Base):
-    more: int
-
-
 def test_declarations_have_the_fields_in_the_order_of_their_words() -> None:
-    assert declarations(Derived).splitlines() == [
+    by = [(d.value, d.multiplier, d.shift) for d in map(Divisor.of, (3, 5, 7))]
+    of = Struct("Of", {"size": 7, "by": Divisor.of(3), "pad": (-1, 2), "out": (Divisor.of(5), Divisor.of(7))})
+    assert declarations(of).splitlines() == [
         '#include "device/divisor.cuh"',
-        *("struct Base {", "  int size;", "  Divisor by;", "};"),
-        *("struct Derived : Base {", "  int more;", "};"),
+        *(
+            "struct Of {",
+            "  int size;",
+            "  Divisor by;",
+            "  struct { int h, w; } pad;",
+            "  struct { Divisor h, w; } out;",
+        ),
+        "};",
     ]
-    by = Divisor.of(3)
-    assert Derived(7, by, 9).param().values == (7, by.value, by.multiplier, by.shift, 9)
+    assert of.values == (7, *by[0], -1, 2, *by[1], *by[2])
 
 
 def test_arrays_of_structs_follow_their_declaration() -> None:
-    points = [Values("Point", {"x": x, "by": Divisor.of(x)}) for x in (3, 5)]
-    assert declarations(Values("Line", {"length": 2, "points": points})).splitlines() == [
+    points = [Struct("Point", {"x": x, "by": Divisor.of(x)}) for x in (3, 5)]
+    line = Struct("Line", {"length": 2, "points": points})
+    assert declarations(line, line).splitlines() == [
         '#include "device/divisor.cuh"',
         *("struct Point {", "  int x;", "  Divisor by;", "};"),
         *("struct Line {", "  int length;", "  Point points[2];", "};"),
     ]
     by = [(d.value, d.multiplier, d.shift) for d in map(Divisor.of, (3, 5))]
-    assert Values("Line", {"length": 2, "points": points}).param().values == (2, 3, *by[0], 5, *by[1])
+    assert line.values == (2, 3, *by[0], 5, *by[1])
 
 
-def test_other_types_are_refused() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Odd(Struct):
-        size: float
-
-    with pytest.raises(TypeError, match=r"Odd\.size is of type <class 'float'>; accepted: int, Divisor"):
-        declarations(Odd)
+def test_sources_without_structs_include_nothing() -> None:
+    assert declarations() == ""

@@ -63,7 +63,7 @@ def cut_tiles(family: Family, case: Case) -> Iterator[Any]:
     for config in plain:
         units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
         for workers in sorted({min(7, units), units}):
-            yield without_idle(p, dataclasses.replace(config, blocks=workers * config.multicast))
+            yield without_idle(p, dataclasses.replace(config, blocks=workers * config.worker_blocks))
     for config, splits in itertools.product((*plain, *apart), (2, 3, 8)):
         yield tiles.split_tiles(p, config, splits)
 

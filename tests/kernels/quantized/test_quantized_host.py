@@ -11,7 +11,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk  # noqa: F401 (registers the handler)
-from jax_splitk.kernels.quantized.host import FAMILY, Config
+from jax_splitk.kernels.cpu.quantized import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized import QuantizedArray, prepack
 from jax_splitk.runtime import execute

@@ -30,7 +30,7 @@ def schedules(family: Any, p: QuantizedMatmulProblem) -> list[Any]:
         units = count * tiles.k_blocks(p)
         wanted = {(count, 1), (1, count), (1, 0), (min(7, units), 0), (units, 0), (max(1, count // 2 - 1), 2)}
         for workers, whole in sorted(wanted):
-            config = dataclasses.replace(tile, blocks=workers * tile.multicast, whole_tiles=whole)
+            config = dataclasses.replace(tile, blocks=workers * tile.worker_blocks, whole_tiles=whole)
             found.append(without_idle(p, config))
         each = dataclasses.replace(tile, stages=4)
         found += [tiles.split_tiles(p, each, splits) for splits in (2, 3, 4, 8)]
@@ -84,12 +84,12 @@ def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedM
                     slots.setdefault(tile, []).append(slot)
         assert (done == 1).all(), config
         assert bool(slots) == (reduce in launches) == tiles.is_cut(p, config)
-        size = config.multicast * config.splits
+        size = config.worker_blocks * config.splits
         assert (main.grid[0], main.cluster) == (config.blocks, (size, 1, 1))
         assert main.grid[0] % size == 0
         flat = list(itertools.chain(*slots.values()))
         assert len(set(flat)) == len(flat)
-        slot_bytes = config.multicast * tiles.tile_bytes(config)
+        slot_bytes = config.worker_blocks * tiles.tile_bytes(config)
         assert all((slot + 1) * slot_bytes <= family.workspace_bytes(p, config) for slot in flat)
         if not slots:
             continue

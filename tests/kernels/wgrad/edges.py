@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import grouped, halo, tf32
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from tests.problems import conv
 
@@ -27,14 +29,14 @@ TILED = {
     # Boxes of 256 columns, strips of 64 rows.
     "halo_columns": Edge(
         halo.FAMILY,
-        halo.Config(1, 16, 1, 3, 2),
+        halo.Config(1, 16, 2),
         lambda d: conv((5, 16), (1, 3), (72, 72), padding=((0, 0), (d, d)), rhs_dilation=(1, d)),
         120,
         "rows of 258 pixels; accepted: at most 256",
     ),
     "halo_rows": Edge(
         halo.FAMILY,
-        halo.Config(2, 16, 3, 2, 1),
+        halo.Config(2, 16, 1),
         lambda d: conv((8, 17), (3, 2), (72, 72), padding=((d, d), (0, 0)), rhs_dilation=(d, 1)),
         31,
         "66 rows; accepted: at most 64",

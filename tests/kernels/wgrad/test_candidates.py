@@ -10,9 +10,13 @@ from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.base.split import SplitFamily
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import wgrad as depthwise
 from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, im2col, tf32
-from jax_splitk.kernels.wgrad.family import SplitFamily
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
@@ -206,8 +210,8 @@ def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> No
 
 def test_smaller_tiles_with_more_stages_are_tried() -> None:
     p = suite(grouped.FAMILY, "grouped")[1].problem()
-    near = grouped.FAMILY.neighbours(p, grouped.Config(64, 64, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
-    assert grouped.Config(64, 64, 1, 7, 14, 1, 6, 16) in near
+    near = grouped.FAMILY.neighbours(p, grouped.Config(32, 32, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
+    assert grouped.Config(32, 32, 1, 7, 14, 1, 6, 16) in near
 
 
 # ---- the implicit GEMM of im2col mode ------------------------------------------------------------------------------

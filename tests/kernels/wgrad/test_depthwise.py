@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.wgrad import depthwise
-from jax_splitk.kernels.wgrad.depthwise import FAMILY, Axis, Config
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise.wgrad import FAMILY, Axis, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.grouped import DEPTHWISE, NETWORKS, SEQUENCES

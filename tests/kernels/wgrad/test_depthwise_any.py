@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.wgrad.depthwise_any import FAMILY, Config
+from jax_splitk.kernels.depthwise.wgrad_any import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, random_problems

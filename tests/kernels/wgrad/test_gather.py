@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.wgrad import gather
-from jax_splitk.kernels.wgrad.gather import CHAINS, FAMILY, Config
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.gather.wgrad import CHAINS, FAMILY, Config
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.problems import conv, seeded
 

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.wgrad import depthwise, gather, grouped, tf32
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, random_problems
 from tests.every_kernel import Run

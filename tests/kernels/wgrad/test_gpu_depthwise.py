@@ -10,8 +10,8 @@ import pytest
 from jax import numpy as jnp
 
 from benchmarks.cases import Case
-from jax_splitk.kernels.wgrad import depthwise
-from jax_splitk.kernels.wgrad.depthwise import FAMILY, Config
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise.wgrad import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jax_splitk
-from jax_splitk.kernels.wgrad import im2col
+from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import target_for

@@ -14,7 +14,13 @@ from jax import numpy as jnp
 from benchmarks import cases
 from benchmarks.cases import Case
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise import wgrad_any as depthwise_any
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from tests import on_gpu, poison

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.kernels.wgrad.gather import FAMILY, Config
+from jax_splitk.kernels.gather.wgrad import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from tests import float64, on_gpu, poison

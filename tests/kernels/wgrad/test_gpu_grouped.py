@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
+from jax_splitk.kernels.grouped.wgrad import FAMILY, Config
 from jax_splitk.runtime import compiler
 from tests import on_gpu
 from tests.grouped import grouped_case

@@ -9,8 +9,8 @@ import pytest
 from jax import numpy as jnp
 
 from benchmarks import cases
-from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.contraction.wgrad import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from tests import float64, on_gpu, poison

@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 from benchmarks import cases
-from jax_splitk.kernels.wgrad import grouped
-from jax_splitk.kernels.wgrad.grouped import FAMILY, Config
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.grouped.wgrad import FAMILY, Config
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.problems import conv
 from tests.structs import arguments

@@ -3,8 +3,8 @@
 import itertools
 import math
 
-from jax_splitk.kernels.wgrad import halo
-from jax_splitk.kernels.wgrad.halo import FAMILY
+from jax_splitk.kernels.contraction import halo
+from jax_splitk.kernels.contraction.halo import FAMILY
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import random_problems
 from tests.problems import seeded
@@ -23,10 +23,10 @@ def test_every_unit_is_one_splits_and_every_split_is_added() -> None:
                 splits = [range(i * each, min((i + 1) * each, units)) for i in range(config.splits)]
                 assert [unit for split in splits for unit in split] == list(range(units))
                 assert all(splits)
-                assert plan.workspace_bytes == (config.splits > 1) * count * config.splits * config.tile_bytes
+                assert plan.workspace_bytes == (config.splits > 1) * count * config.splits * halo.tile_bytes(p)
                 assert len(reductions) == (config.splits > 1)
                 for reduce in reductions:
-                    assert reduce.grid[0] * reduce.block[0] == config.tile_bytes // 16 * g["lanes"]
+                    assert reduce.grid[0] * reduce.block[0] == halo.tile_bytes(p) // 16 * g["lanes"]
                     assert reduce.grid[1] == count
                     assert reduce.programmatic
 
@@ -39,7 +39,7 @@ def test_tiles_cover_the_output_and_strips_the_pixels() -> None:
                 g = arguments(plan)
                 rows = g["in_image"] // g["tiles_q"]
                 groups = halo.FAMILY.thread_blocks(p, config) // (g["slots"] * g["k_blocks"])
-                assert groups * config.taps_h * config.taps_w >= p.taps
+                assert groups * math.prod(halo.taps(p)) >= p.taps
                 assert g["slots"] * 64 >= p.in_channels > (g["slots"] - 1) * 64
                 assert g["k_blocks"] * 64 >= p.out_channels > (g["k_blocks"] - 1) * 64
                 assert rows * config.tile_p >= p.output_spatial[0] > (rows - 1) * config.tile_p

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
+from jax_splitk.kernels.base.geometry import is_matrix_product
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.contraction.wgrad import FAMILY, Config
 from jax_splitk.kernels.device.split_k import whole_splits
 from jax_splitk.kernels.device.wgmma_tile import TILES
-from jax_splitk.kernels.wgrad import im2col
-from jax_splitk.kernels.wgrad.geometry import is_matrix_product
-from jax_splitk.kernels.wgrad.im2col import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from tests.problems import conv, random_case, seeded
 from tests.structs import arguments
@@ -142,7 +142,7 @@ def test_tail_covers_every_block_of_every_tile_once() -> None:
 
 
 def split_blocks(p: ConvWgradProblem, config: Config, split: int) -> tuple[int, int, int]:
-    """A split's first block of pixels, how many it has, and their distance: `work_of_block` in wgrad/im2col.cu."""
+    """A split's first block of pixels, how many it has, and their distance: `work_of_block` in contraction/wgrad.cu."""
     args = arguments(FAMILY.plan(p, config))
     each = args["k_tiles_per_split"]
     if is_matrix_product(p) and not config.whole_tiles:  # TURNS
@@ -196,7 +196,7 @@ def test_what_one_tile_reads_need_not_stay_in_the_cache() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_producers_walk_over_pixels_is_division(rank: int) -> None:
-    """`advance` in wgrad/im2col.cu steps by 64 pixels with a carry for each digit; only the start is divided."""
+    """`advance` in contraction/wgrad.cu steps by 64 pixels with a carry for each digit; only the start is divided."""
     with seeded(3) as rng:
         for _ in range(200):
             most = int(rng.choice([3, 20, 100, 300]))

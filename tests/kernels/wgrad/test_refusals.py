@@ -9,9 +9,14 @@ import pytest
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.conv import patch
-from jax_splitk.kernels.dot import tma
-from jax_splitk.kernels.wgrad import depthwise, depthwise_any, gather, grouped, halo, im2col, tf32
+from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import products as tma
+from jax_splitk.kernels.contraction import wgrad as im2col
+from jax_splitk.kernels.depthwise import wgrad as depthwise
+from jax_splitk.kernels.depthwise import wgrad_any as depthwise_any
+from jax_splitk.kernels.gather import wgrad as gather
+from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.kernels.wgrad.edges import TILED
@@ -38,10 +43,10 @@ CONFIGS: dict[Family, Any] = {
     depthwise.FAMILY: depthwise.Config(8, 1, 1, 1),
     grouped.FAMILY: grouped.Config(32, 32, 1, 4, 8, 1, 2, 1),
     tf32.FAMILY: tf32.Config(3, 3, 1, 64, 1, 8, 32, 4, 4),
-    halo.FAMILY: halo.Config(8, 32, 3, 3, 2),
+    halo.FAMILY: halo.Config(8, 32, 2),
     gather.FAMILY: gather.Config(1, 1, 64, 1, 8, 8, 3, 2, 1),
     im2col.FAMILY: im2col.Config(64, 64, 4, False, 1),
-    depthwise_any.FAMILY: depthwise_any.Config(4, 4, 4, 4, 1),
+    depthwise_any.FAMILY: depthwise_any.Config(4, 4, 8, 4, 1),
     patch.WGRAD: tma.Config(64, 64, 5),
 }
 
@@ -325,7 +330,7 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     (
         grouped.FAMILY, {"size": (20, 20), "batch": 3}, grouped.Config(32, 32, 2, 5, 16, 2, 3, 5),  # 2 x 4 x 2 tiles
         [
-            ({"in_block": 16}, "in_block 16, out_block 32; accepted with these groups: 64x64, 32x32, 16x16, 8x8"),
+            ({"in_block": 16}, "in_block 16, out_block 32; accepted with these groups: 32x32, 16x16, 8x8"),
             ({"in_block": 24, "out_block": 24}, "in_block 24, out_block 24; accepted"),
             ({"images": 0}, "images 0; accepted: 1 to 3"),
             ({"images": 4}, "images 4; accepted: 1 to 3"),
@@ -349,12 +354,13 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     (
         grouped.FAMILY, {"size": (14, 14), "channels": (128, 128), "groups": 2},
         grouped.Config(32, 32, 1, 7, 14, 1, 2, 1),
-        [({"in_block": 64, "out_block": 64}, "16 warps of 152 registers a thread; accepted: at most 11 warps")], [],
+        [({"in_block": 64, "out_block": 64}, "in_block 64, out_block 64; accepted with these groups: 32x64,")], [],
     ),
     (
         tf32.FAMILY, {}, tf32.Config(3, 3, 1, 64, 1, 8, 32, 4, 4),
         [
-            ({"taps_h": 4}, "taps_h 4; accepted: 1 to 3"),
+            ({"taps_h": 2}, "taps_h 2; accepted: 3, 1"),
+            ({"taps_w": 4}, "taps_w 4; accepted: 1 to 3"),
             ({"taps_w": 3, "blocks": 2}, "taps_w 3 and blocks 2; accepted: products of 1 to 4"),
             ({"tile_n": 48}, "tile_n 48; accepted: 32, 64"),
             ({"tile_n": 96}, "tile_n 96 and 3 filter rows make 144 sums a thread; accepted with 3 warpgroups: at most"),
@@ -372,21 +378,19 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     ),
     (
         # Beside the largest dynamic shared memory, little more than a KiB is left for barriers.
-        tf32.FAMILY, {"size": (162, 24), "channels": (32, 32), "rhs_dilation": (54, 1), "padding": ((0, 0), (1, 1))},
+        tf32.FAMILY, {"size": (108, 24), "channels": (32, 32), "rhs_dilation": (27, 1), "padding": ((0, 0), (1, 1))},
         tf32.Config(1, 2, 1, 32, 1, 6, 24, 2, 1),
-        [({"taps_h": 2, "stages": 6},
+        [({"taps_h": 3, "stages": 6},
           "filter rows that reach over 54 input rows take 1040 bytes of barriers; accepted: at most 1024")],
         [],
     ),
     (
-        halo.FAMILY, {}, halo.Config(8, 32, 3, 3, 2),
+        halo.FAMILY, {}, halo.Config(8, 32, 2),
         [
             ({"tile_q": 12}, "tile_q 12; accepted: divisors of 32 in multiples of 8"),
             ({"tile_q": 24}, "tile_q 24; accepted: divisors of 32"),
             ({"tile_p": 0}, "tile_p 0 of 16 rows"),
             ({"tile_q": 8, "tile_p": 3}, "tile_p 3 of 16 rows; accepted with tile_q 8: even numbers"),
-            ({"taps_h": 4}, "taps 4x3; accepted: at most 3x3"),
-            ({"taps_w": 0}, "taps 3x0; accepted: at most 3x3"),
             ({"tile_p": 63}, "65 rows; accepted: at most 64"),
             ({"tile_p": 40}, "bytes of shared memory; accepted: at most 231424"),
             ({"splits": 9}, "splits 9; accepted for 8 strips: 1 to 8"),
@@ -455,17 +459,17 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
     ),
     (
         depthwise_any.FAMILY, {"size": (16, 16, 40), "kernel": (3, 3, 3), "dtype": "float32"},
-        depthwise_any.Config(4, 4, 4, 4, 1),
+        depthwise_any.Config(4, 4, 8, 4, 1),
         [
             ({"columns": 5}, "columns 5; accepted: 1, 2, 3"),
             ({"columns": 16}, "columns 16 take about 242 registers; accepted: up to 224"),
             ({"columns": 12, "warps": 12}, "columns 12 take about 202 registers; accepted: up to 168"),
-            ({"splits": 41}, "splits 41; accepted for 40 rounds of strips: 1 to 40"),
+            ({"splits": 81}, "splits 81; accepted for 80 rounds of strips: 1 to 80"),
         ],
-        [{"splits": 40}, {"splits": 39}, {"columns": 12}],
+        [{"splits": 80}, {"splits": 79}, {"columns": 12}],
     ),
     (
-        depthwise_any.FAMILY, {"size": (9, 3)}, depthwise_any.Config(3, 4, 4, 4, 1),
+        depthwise_any.FAMILY, {"size": (9, 3)}, depthwise_any.Config(3, 4, 8, 4, 1),
         [({"columns": 4}, "columns 4; accepted: at most the output's 3")], [],
     ),
 ]  # fmt: skip

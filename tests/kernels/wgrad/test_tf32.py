@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from benchmarks import cases
-from jax_splitk.kernels.wgrad.tf32 import FAMILY, view
+from jax_splitk.kernels.tf32.wgrad import FAMILY, view
 from jax_splitk.runtime.plan import TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.problems import conv

@@ -13,7 +13,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk  # noqa: F401 (registers the handler)
-from jax_splitk.kernels.wgrad.host import FAMILY, Config
+from jax_splitk.kernels.cpu.wgrad import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET

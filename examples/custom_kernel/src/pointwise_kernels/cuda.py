@@ -3,20 +3,11 @@
 import dataclasses
 import pathlib
 
-from jax_splitk.kernel_api import ConvWgradProblem, Launch, Pointer, Struct, Target, WgradFamily, field_refusal
+from jax_splitk.kernel_api import ConvWgradProblem, CudaFamily, Launch, Pointer, Struct, Target, field_refusal
 
 from . import problems
 
 _TILE = 16  # size of a tile of dW, in both dimensions; pointwise.cu has the same
-
-
-@dataclasses.dataclass(frozen=True)
-class Args(Struct):
-    """The kernel's parameters; `#include "structs.cuh"` gives the device code the same struct."""
-
-    pixels: int
-    channels: int
-    out_channels: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +17,12 @@ class Config:
     rows: int
 
 
-class PointwiseCuda(WgradFamily[Config]):
-    """`WgradFamily` has the buffers of a weight gradient: lhs, g, dW, workspace."""
-
+class PointwiseCuda(CudaFamily[ConvWgradProblem, Config]):
     name = "pointwise_cuda"
     ABI = 1
     # An absolute path: relative names are files of jax_splitk. The compiler looks for headers beside it, then in
     # jax_splitk/kernels.
     file = str(pathlib.Path(__file__).with_name("pointwise.cu"))
-    structs = (Args,)
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
         return problems.refusal(problem)
@@ -56,7 +44,9 @@ class PointwiseCuda(WgradFamily[Config]):
         return {"ROWS": config.rows}
 
     def launches(self, problem: ConvWgradProblem, config: Config) -> tuple[Launch, ...]:
-        args = Args(problem.reduction_size, problem.in_channels, problem.out_channels).param()
+        # `#include "structs.cuh"` gives the device code the same struct.
+        sizes = {"channels": problem.in_channels, "out_channels": problem.out_channels}
+        args = Struct("Args", {"pixels": problem.reduction_size, **sizes})
         grid = (-(-problem.in_channels // _TILE), -(-problem.out_channels // _TILE), 1)
         return (Launch("pointwise", grid, (_TILE * _TILE, 1, 1), (Pointer(0), Pointer(1), args, Pointer(2))),)
 

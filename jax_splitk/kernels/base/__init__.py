@@ -1,0 +1,1 @@
+"""What all kernel families are made of: families, work and cost, splits of a reduction, geometry, refusals."""

@@ -1,0 +1,235 @@
+"""Kernels whose thread blocks compute a tile of the result over a part of the reduction: how many parts (splits) there
+are, where they meet, and what is launched.
+
+Splits meet in the workspace: the kernel writes fp32 partial sums of each, and a second kernel adds them in a fixed
+order; see device/split_k.py. A family may have other ways.
+"""
+
+import abc
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from jax_splitk.kernels.base.family import ModelledFamily
+from jax_splitk.kernels.device.split_k import OUT_CODES, REDUCE_THREADS, reduce_args, reduce_lanes, whole_splits
+from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.runtime.plan import Launch, Param, Pointer
+from jax_splitk.runtime.target import Target
+
+# Candidates, and the variants whose split counts these are, at most.
+MAX_CANDIDATES, MAX_VARIANTS = 48, 32
+
+_Problem = TypeVar("_Problem")
+_Config = TypeVar("_Config")
+
+
+class SplitFamily(ModelledFamily[_Problem, _Config]):
+    """A kernel whose thread blocks compute a tile of the result over one of `config.splits` parts of the reduction.
+
+    Attributes:
+      roles: of the kernel that computes all of its tiles' sums, of the one that computes partial sums, and of the one
+        that adds these.
+    """
+
+    roles: ClassVar[tuple[str, str, str]] = ("_direct", "_partial", "_reduce_splits")
+
+    @abc.abstractmethod
+    def tile_counts(self, problem: _Problem, config: _Config) -> tuple[int, ...]:
+        """Tiles of the result along each of its dimensions: thread blocks of one split."""
+
+    @abc.abstractmethod
+    def block_counts(self, problem: _Problem, config: _Config) -> tuple[int, ...]:
+        """Blocks along each dimension of the reduction."""
+
+    @abc.abstractmethod
+    def longest_chain(self, problem: _Problem, config: _Config) -> int:
+        """Blocks of a float32 result's split, at most.
+
+        The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row. A float32
+        result keeps it; in a 16-bit one rounding hides it.
+        """
+
+    def smallest_refusal(self, problem: Any, smallest: _Config) -> str | None:
+        """Why no config can compute the problem, where not even the smallest can."""
+        reason = self.config_refusal(problem, smallest)
+        window = f"window strides {problem.window_strides}, dilation {problem.rhs_dilation}"
+        return None if reason is None else f"{window}: with the smallest tile {reason}"
+
+    def thread_blocks(self, problem: _Problem, config: _Config) -> int:
+        """Of one split."""
+        return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
+
+    def reduction_blocks(self, problem: _Problem, config: _Config) -> int:
+        """Of which each split has as many or one less."""
+        return math.prod(self.block_counts(problem, config))
+
+    def grid_groups(self, problem: _Problem) -> int:
+        """Products that have such tiles each; the grid's last dimension."""
+        del problem
+        return 1
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def variants(self, problem: _Problem, target: Target) -> Iterable[_Config]:
+        """Legal configs but for their splits, the most promising first."""
+
+    def candidates(self, problem: _Problem, target: Target) -> Sequence[_Config]:
+        """The first variants with the split counts that fill whole waves: the fastest, and the four of fewest splits,
+        however slow: a small workspace may allow no others."""
+        return _ranked(self, problem, target)
+
+    def least_splits(self, problem: Any, config: _Config) -> int:
+        """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
+        if problem.out_dtype != "float32":
+            return 1
+        return -(-self.reduction_blocks(problem, config) // max(1, self.longest_chain(problem, config)))
+
+    def with_splits(self, problem: _Problem, config: Any, splits: int) -> _Config:
+        """The config with the nearest split count not above `splits` (and at least 1) that leaves no split empty."""
+        return dataclasses.replace(config, splits=whole_splits(self.reduction_blocks(problem, config), splits))
+
+    def slots(self, problem: _Problem, config: _Config, target: Target) -> int:
+        """Thread blocks that fill the machine once."""
+        return target.cores * self.blocks_per_sm(problem, config)
+
+    def wave(self, problem: _Problem, config: _Config, target: Target) -> float:
+        """Splits that do."""
+        return self.slots(problem, config, target) / self.thread_blocks(problem, config)
+
+    def waves(self, problem: _Problem, config: Any, target: Target) -> int:
+        """In which the thread blocks of all splits run."""
+        return -(-self.thread_blocks(problem, config) * config.splits // self.slots(problem, config, target))
+
+    def in_waves(self, problem: _Problem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
+        """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
+        slots, blocks = self.slots(problem, config, target), self.thread_blocks(problem, config)
+        least = self.least_splits(problem, config)
+        wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
+        found = {self.with_splits(problem, config, splits) for splits in wanted}
+        return (c for c in sorted(found, key=operator.attrgetter("splits")) if self.config_refusal(problem, c) is None)
+
+    def filling(self, problem: _Problem, config: _Config, target: Target) -> _Config:
+        """The config with the splits that fill the machine at most once, or the fewest there may be."""
+        full = self.slots(problem, config, target) // self.thread_blocks(problem, config)
+        return self.with_splits(problem, config, max(self.least_splits(problem, config), full))
+
+    def other_splits(self, problem: _Problem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
+        """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
+        least = self.least_splits(problem, config)
+        found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
+        return sorted(found, key=operator.attrgetter("splits"))
+
+    def reduction_work(self, problem: _Problem, config: _Config) -> dict[str, Any]:
+        """`partial_bytes` and `launches` of its Work: the second kernel's, and a first one's."""
+        return {"partial_bytes": 2 * self.workspace_bytes(problem, config), "launches": 1 + self.in_workspace(config)}
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def in_workspace(self, config: Any) -> bool:
+        """Whether splits meet there."""
+        return config.splits > 1
+
+    def partial_size(self, problem: Any, config: _Config) -> int:
+        """Elements of a split's partial sums."""
+        return math.prod(problem.out_shape)
+
+    def workspace_bytes(self, problem: _Problem, config: Any) -> int:
+        """fp32 partial sums, one set for each split, in whole float4; none where no splits meet there."""
+        return config.splits * whole_fours(self.partial_size(problem, config)) * 4 if self.in_workspace(config) else 0
+
+    def macros(self, problem: Any, config: _Config) -> dict[str, int]:
+        types = {"ELEMENT": OUT_CODES.get(problem.dtype, -1), "OUT": OUT_CODES[problem.out_dtype]}
+        return {**types, "CTAS_PER_SM": self.blocks_per_sm(problem, config)}
+
+    def grid(self, problem: _Problem, config: Any) -> tuple[int, int, int]:
+        """Of the main kernel."""
+        groups = self.grid_groups(problem)
+        return self.thread_blocks(problem, config) // groups, config.splits, groups
+
+    def result(self, problem: _Problem, config: _Config) -> Param:
+        """The parameter by which a kernel stores the result."""
+        return Pointer(len(self.buffers(problem, config)) - 2)
+
+    def epilogue_params(self, problem: _Problem) -> tuple[Param, ...]:
+        """Of the kernel that stores the result, after all others."""
+        return ()
+
+    @abc.abstractmethod
+    def main(self, problem: _Problem, config: _Config) -> Launch:
+        """The kernel that computes tiles, made by `launch`."""
+
+    def launch(
+        self,
+        problem: _Problem,
+        config: _Config,
+        threads: int,
+        shared_bytes: int,
+        *params: Param,
+        role: str | None = None,
+    ) -> Launch:
+        """The main kernel; where it writes comes after these parameters."""
+        partial = self.in_workspace(config)
+        stored = (self.result(problem, config), *self.epilogue_params(problem))
+        to = (self._partials(problem, config),) if partial else stored
+        name = self.kernel_name(problem, self.roles[partial] if role is None else role)
+        return Launch(name, self.grid(problem, config), (threads, 1, 1), (*params, *to), shared_bytes)
+
+    def launches(self, problem: _Problem, config: _Config) -> tuple[Launch, ...]:
+        """The kernel that computes the result, or the splits' partial sums, and the one that adds these."""
+        main = self.main(problem, config)
+        return (main, self.reduction(problem, config)) if self.in_workspace(config) else (main,)
+
+    def reduce_args(self, problem: _Problem, config: Any) -> Struct:
+        size = self.partial_size(problem, config)
+        return reduce_args(size, whole_fours(size), config.splits)
+
+    def reduction(self, problem: _Problem, config: Any) -> Launch:
+        size = self.partial_size(problem, config)
+        columns = REDUCE_THREADS // reduce_lanes(size // 4, config.splits)
+        return self.adding(problem, config, (-(-size // (4 * columns)), 1, 1), *self.reduce_params(problem, config))
+
+    def reduce_params(self, problem: _Problem, config: _Config) -> tuple[Param, ...]:
+        """After partial sums and result."""
+        return (self.reduce_args(problem, config),)
+
+    def adding(self, problem: _Problem, config: _Config, grid: tuple[int, int, int], *params: Param) -> Launch:
+        """The kernel that adds partial sums, and waits for them itself. These and the result come first."""
+        name = self.kernel_name(problem, self.roles[2])
+        params = self._partials(problem, config), self.result(problem, config), *params
+        return Launch(name, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
+
+    def _partials(self, problem: _Problem, config: _Config) -> Pointer:
+        return Pointer(len(self.buffers(problem, config)) - 1)
+
+    def structs(self, problem: _Problem, config: _Config) -> list[Struct]:
+        """That of the kernel that adds splits, too, which a source has whether it is launched or not."""
+        return [self.reduce_args(problem, config), *super().structs(problem, config)]
+
+
+@functools.lru_cache(maxsize=512)
+def _ranked(family: SplitFamily[Any, Any], p: Any, target: Target) -> tuple[Any, ...]:
+    variants = itertools.islice(family.variants(p, target), MAX_VARIANTS)
+    ranked = family.by_estimate(p, (c for v in variants for c in family.in_waves(p, v, target)), target)
+    fewest = sorted(ranked, key=operator.attrgetter("splits"))[:4]
+    return tuple(dict.fromkeys([*ranked[: MAX_CANDIDATES - len(fewest)], *fewest]))
+
+
+def whole_fours(size: int) -> int:
+    """Elements of so many in whole float4."""
+    return -(-size // 4) * 4
+
+
+def nearby(splits: int, wave: float) -> set[int]:
+    """Twice and half as many splits, and those that fill half a wave more or less."""
+    return {splits // 2, splits * 2, round(splits + wave / 2), round(splits - wave / 2)}
+
+
+def one_block_apart(splits: int, blocks: int) -> set[int]:
+    """Split counts with one block of the reduction more or less in each split."""
+    each = -(-blocks // splits)
+    return {-(-blocks // other) for other in (each - 1, each + 1) if other > 0}

@@ -1,0 +1,457 @@
+"""Kernel family: dense forward passes and input gradients on Hopper by TMA im2col and WGMMA (device code:
+contraction/im2col.cu).
+
+Implicit GEMM ("Implicit GEMM Convolution" in CUTLASS's documentation) of [pixels, taps * channels] by [taps * channels,
+output channels], whose reduction may be split: see `SplitFamily`.
+
+An input gradient is a forward pass of g with the mirrored weight. Where it has strides, each residue of its pixels
+modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
+multiplied by zeros in between, and all phases are one launch. Dilation of a forward pass's lhs is the same.
+
+Where tiles are narrow, loads are the limit. Few channels have narrower rows of shared memory, so that little of it is
+zeros, and the taps of a filter row may share what they read: see `row_bytes` and `Config`.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.base import refusals
+from jax_splitk.kernels.base.family import field_macros, field_refusal, varied
+from jax_splitk.kernels.base.geometry import folded, is_matrix_product
+from jax_splitk.kernels.base.passes import forward, of_both_passes
+from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.contraction.im2col_config import (
+    BARRIER_BYTES,
+    IM2COL_LIMITS,
+    Config,
+    block_k,
+    can_persist,
+    row_bytes,
+    shared_taps,
+    tile_count,
+    tile_counts,
+)
+from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
+from jax_splitk.kernels.contraction.tile_family import TileFamily
+from jax_splitk.kernels.device.split_tile import (
+    BOX,
+    MAX_ELEMENTS,
+    SWIZZLES,
+    is_whole,
+    map_dtype,
+    operand_map,
+)
+from jax_splitk.kernels.device.structs import Divisor, Field, Struct
+from jax_splitk.kernels.device.wgmma_tile import (
+    MAX_STAGES,
+    MIN_STAGES,
+    RESERVED_BYTES,
+    ROW_BYTES,
+    SHARED_BYTES,
+    TILES,
+    lines_of_row,
+    tile_refusal,
+)
+from jax_splitk.problems.conv_passes import ConvFpropProblem
+from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
+
+_MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
+_NARROW = (16, 32)  # columns of tiles, where a group has no more
+_MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
+_FEW_PIXELS = 8192  # of a matrix product whose tiles leave multiprocessors idle
+_PERSISTENT = 5  # candidates
+_STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
+_OWN_STEPS = 36  # of a tile at most, in the mean of its phases: measured with 18, 32 and 36, and with 45, 72 and 108
+_MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
+
+
+def _channel_blocks(problem: ConvProblem) -> int:
+    return -(-forward(problem).group_channels[0] // block_k(problem))
+
+
+def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
+    """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is; as
+    many of each axis, so that device code is the same for many strides."""
+    mirrored, found, pitch = not isinstance(problem, ConvFpropProblem), {}, 1
+    of = axes(problem, config.taps)
+    size = 1 << (max(len(axis.residues) for axis in of) - 1).bit_length()
+    for name, axis in zip("whd", reversed(of), strict=False):
+        rows = [
+            Struct(
+                "Residue",
+                {
+                    "taps": Divisor.of(residue.taps),
+                    "place": residue.place,
+                    "offset": axis.offset(residue),
+                    "tap": pitch * (axis.kernel - 1 - residue.first if mirrored else residue.first),
+                },
+            )
+            for residue in axis.residues
+        ]
+        found[f"on_{name}"] = rows + rows[-1:] * (size - len(rows))
+        pitch *= axis.kernel
+    return found
+
+
+def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
+    """From a tap of a residue to its next, in the weight as it is."""
+    sign, of = 1 if isinstance(problem, ConvFpropProblem) else -1, axes(problem)
+    pitches = [math.prod(other.kernel for other in of[i + 1 :]) for i in range(len(of))]
+    return tuple(sign * axis.tap_step * pitch for axis, pitch in zip(of, pitches, strict=True))
+
+
+class Im2colConv(TileFamily[ConvProblem, Config]):
+    """All channels of a group with all."""
+
+    ABI = 3
+    file = "contraction/im2col.cu"
+    reductions = ("none", "workspace")
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p = problem
+        # Of float32 WGMMA wants the weight K-major, as an input gradient has it.
+        dtypes = refusals.HALVES if isinstance(p, ConvFpropProblem) else (*refusals.HALVES, "float32")
+        return (
+            refusals.dtypes(p, dtypes)
+            or refusals.batch_groups(p)
+            or refusals.empty_dimensions(p)
+            or self._precision_refusal(p)
+            or self._channels_refusal(p)
+            or self._axes_refusal(p)
+            or self._size_refusal(p)
+        )
+
+    def _precision_refusal(self, p: ConvProblem) -> str | None:
+        if p.dtype == "float32" and "highest" in p.precision:
+            return f"precision {p.precision!r}; accepted: 'default', 'high'"
+        return None
+
+    def _channels_refusal(self, p: ConvProblem) -> str | None:
+        """Contiguous ones are loaded by 16 bytes, the result's are stored by fours."""
+        loaded = 16 // jnp.dtype(p.dtype).itemsize
+        of_lhs, of_g = (loaded, loaded) if isinstance(p, ConvFpropProblem) else (4, loaded)
+        if p.in_channels % of_lhs or p.out_channels % of_g:
+            given = f"{p.in_channels} input and {p.out_channels} output channels"
+            return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
+        channels, columns = forward(p).group_channels
+        # A forward pass's weight is loaded from where a group's columns begin.
+        if p.feature_group_count > 1 and (channels % _MIN_GROUP or columns % of_lhs):
+            given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
+            return f"{given}; accepted: multiples of {_MIN_GROUP} and {of_lhs}, or 1"
+        return None
+
+    def _axes_refusal(self, p: ConvProblem) -> str | None:
+        """Limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col), and of the phases' table."""
+        found = axes(p)
+        for axis in found:
+            if min(axis.down, axis.up) > 1 or axis.down > _MAX_DOWN or axis.up > _MAX_UP:
+                given = f"window stride {axis.down} of an input dilated by {axis.up}"
+                return f"{given}; accepted: one of them 1, up to {_MAX_DOWN} and {_MAX_UP}"
+        if not all(axis.residues[0].taps for axis in found):
+            return "an output that no tap meets; accepted: one with products"
+        if is_matrix_product(forward(p)):
+            return None
+        lowest, highest, farthest = IM2COL_LIMITS[len(found)]
+        rank = f"of {len(found)} spatial dimensions"
+        for axis in found:
+            if not (lowest <= axis.lower <= highest and lowest <= axis.upper <= highest):
+                corners = f"windows that begin {axis.lower} and {axis.upper} pixels from the input's first and last"
+                return f"{corners} {rank}; accepted: {lowest} to {highest}"
+            if axis.farthest > farthest:
+                return f"dilated window's reach {axis.farthest} {rank}; accepted: at most {farthest}"
+        return None
+
+    def _size_refusal(self, p: ConvProblem) -> str | None:
+        most = max(math.prod(shape) for shape in (*p.operand_shapes, p.out_shape))
+        if max(most, pixels(p)) > MAX_ELEMENTS:
+            return f"operands or a result of more than {MAX_ELEMENTS} elements"
+        return None
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
+            return reason
+        stages = self.stage_counts(config)
+        if config.taps > 1 and not stages:
+            tile = f"tile {config.tile_m}x{config.tile_n} of {config.taps} taps in a stage"
+            return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
+        if not config.workers:
+            return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
+        if (reason := tile_refusal(config)) is not None:
+            return reason
+        if not can_persist(problem):
+            p = problem
+            given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
+            rest = "16 bits, multiples of 8 channels, results that taps meet"
+            return f"workers {config.workers} with {given}; accepted: {rest}"
+        return field_refusal(
+            config,
+            stages=stages,
+            splits=(1,),
+            reduction=("none",),
+            swap=(False, True),
+            workers=range(1, tile_count(problem, config) + 1),
+        )
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
+        return [*super().candidates(problem, target), *self._persistent(problem, target)]
+
+    def _persistent(self, problem: ConvProblem, target: Target) -> list[Config]:
+        """A persistent thread block on each multiprocessor: the best few tiles by the model."""
+        if not can_persist(problem):
+            return []
+        found = []
+        for (tile_m, tile_n), swap, taps in itertools.product(TILES, (False, True), self._shared(problem)):
+            if swap and tile_m == tile_n and taps == 1:
+                continue  # as fast
+            config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
+            workers = min(target.cores, tile_count(problem, config))
+            config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
+            if config.stages >= MIN_STAGES:
+                found += dict.fromkeys((config, self._with_kept_weight(problem, config)))
+        return self.by_estimate(problem, found, target)[:_PERSISTENT]
+
+    def _with_kept_weight(self, problem: ConvProblem, config: Config) -> Config:
+        """With fewer thread blocks and stages, such that each column is a thread block's own and the stages hold whole
+        reductions; as it is, where none are left."""
+        columns, chain = self._columns(problem, config), self.chains(problem, config)[0]
+        stages, workers = config.stages // chain * chain, config.workers // columns * columns
+        if stages < MIN_STAGES or not workers:
+            return config
+        return dataclasses.replace(config, stages=stages, workers=workers)
+
+    def keeps_weight(self, problem: ConvProblem, config: Config) -> bool:
+        """Whether a persistent thread block loads its columns of the weight once: see contraction/persistent.cuh."""
+        whole = config.workers % self._columns(problem, config) == 0
+        return whole and phases(problem) == 1 and config.stages % self.chains(problem, config)[0] == 0
+
+    def _stores_itself(self, problem: ConvProblem, config: Config) -> bool:
+        """Whether a team of a persistent thread block stores its tiles: where products take less time than other warps
+        need to store, for it disturbs the products of longer reductions."""
+        steps = sum(self.chains(problem, config)) * config.taps * _STEPS_OF_STAGE
+        return config.teams > 1 and _rows_lie_apart(problem, config) and steps <= _OWN_STEPS * phases(problem)
+
+    def _columns(self, problem: ConvProblem, config: Config) -> int:
+        """Of tiles, in all groups."""
+        return tile_counts(problem, config)[1] * problem.feature_group_count
+
+    def _shared(self, problem: ConvProblem) -> list[int]:
+        """Taps of a filter row that a stage of a candidate has."""
+        taps = shared_taps(problem)
+        gains = taps > 1 and pixels(problem, taps) <= _MAX_BEYOND * pixels(problem)
+        return [1, taps] if gains else [1]
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        if not config.workers:
+            return super().neighbours(problem, config, target)
+        return varied(config, stages=[config.stages - 1], swap=[not config.swap])
+
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
+        if not config.workers:
+            return super().work(problem, config, target)
+        each = -(-tile_count(problem, config) // config.workers)  # with all its phases
+        chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
+        by_tma = _is_stored_by_tma(problem, config)
+        stages = config.stage_work(each * chain, each * chain, 1)
+        if kept:
+            of_weight = each * chain * config.taps * config.channels * ROW_BYTES
+            stages["l2_bytes"] -= of_weight
+            stages["shared_bytes"] -= of_weight
+        # Other warps store a tile while the next one is multiplied, a row or a part of one at a time.
+        rows = each * phases(problem) * config.result_rows
+        hidden = by_tma or self._stores_itself(problem, config)
+        sums = config.tile_m * config.tile_n * 4
+        return Work(
+            **stages,
+            rows=each * tma_lines(problem, config, chain, loads_weight=not kept, stores=by_tma),
+            turns=0 if hidden else rows / 16,
+            memory_bytes=problem.bytes_moved,
+            memory_share=min(1.0, config.workers / target.cores),
+            stored_bytes=sums * (1 if config.teams > 1 else 1 + each * phases(problem) / 4),  # the last results
+        )
+
+    def rows(self, problem: ConvProblem, config: Config) -> float:
+        return tma_lines(problem, config, 1, loads_weight=True, stores=False)
+
+    def why_xla_untuned(self, problem: ConvProblem) -> str | None:
+        """XLA's matrix products are as fast where tiles fill the machine by themselves."""
+        p = problem
+        if is_matrix_product(forward(p)) and pixels(p) > _FEW_PIXELS:
+            return (
+                f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"
+            )
+        return None
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
+        """Of few columns only the narrowest that have them."""
+        columns = forward(problem).group_channels[1]
+        narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
+        return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
+
+    def variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
+        yield from super().variants(problem, target)
+        for taps, (tile_m, tile_n) in itertools.product(self._shared(problem)[1:], self.tiles(problem)):
+            config = Config(tile_m, tile_n, 0, taps=taps)
+            counts = [self.stage_counts(config), self.stage_counts(config, blocks_per_sm=2)]
+            # In one order in every process: of equal estimates the first decides.
+            depths = sorted({of[-1] for of in counts if of})
+            yield from (dataclasses.replace(config, stages=stages) for stages in depths)
+
+    def stage_counts(self, config: Config, blocks_per_sm: int = 1) -> range:
+        if config.workers:
+            return range(MIN_STAGES, config.most_stages + 1)
+        beside = RESERVED_BYTES + BARRIER_BYTES + 4 * config.tile_m  # where the tile's rows go
+        room = (SHARED_BYTES // blocks_per_sm - beside) // config.stage_bytes
+        least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
+        return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)
+
+    def _chains(self, problem: ConvProblem, config: Config) -> list[int]:
+        """Stages of the reduction of each phase."""
+        blocks = _channel_blocks(problem) * row_bytes(problem)
+        return [-(-math.prod(of) * blocks // ROW_BYTES) for of in tap_counts(problem, config.taps)]
+
+    def chains(self, problem: ConvProblem, config: Config) -> list[int]:
+        return sorted(self._chains(problem, config), reverse=True)
+
+    def tile_counts(self, problem: ConvProblem, config: Config) -> tuple[int, ...]:
+        return (config.workers,) if config.workers else (tile_count(problem, config), phases(problem))
+
+    def grid(self, problem: ConvProblem, config: Config) -> tuple[int, int, int]:
+        return self.thread_blocks(problem, config), 1, config.splits
+
+    def args(self, problem: ConvProblem, config: Config) -> Struct:
+        """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
+        whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
+        channels that no group has."""
+        of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), forward(problem)
+        return Struct(
+            "Args",
+            {
+                **(self._persistent_args(problem, config) if config.workers else {}),
+                "m": pixels(problem, config.taps),
+                "n": p.group_channels[1],
+                "columns": Divisor.of(self._columns(problem, config)),
+                "phases": Divisor.of(phases(problem)),
+                "splits": Divisor.of(config.splits),
+                "blocks": Divisor.of(_channel_blocks(problem)),
+                "a_once": int(columns == 1),
+                "b_once": int(rows == 1),
+                "residues": tuple(Divisor.of(len(axis.residues)) for axis in of),
+                "pixels": tuple(Divisor.of(axis.pixels) for axis in of),
+                "out": tuple(axis.out for axis in of),
+                "up": tuple(axis.up for axis in of),
+                "down": tuple(axis.down for axis in of),
+                "lower": tuple(axis.lower for axis in of),
+                "step": tuple(axis.step for axis in of),
+                "tap_step": _tap_steps(problem),
+                **_residues(problem, config),
+                "beyond": -(-p.in_channels // block_k(problem)),
+                "k": p.group_channels[0],
+                "pitch": p.out_channels,
+                "group_columns": Divisor.of(columns),
+            },
+        )
+
+    def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
+        """`tiles`: of a phase."""
+        return {"tiles": tile_count(problem, config), "keeps_weight": int(self.keeps_weight(problem, config))}
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        of, is_forward = axes(problem, config.taps), isinstance(problem, ConvFpropProblem)
+        return {
+            **super().macros(problem, config),
+            "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
+            "PHASED": int(_rows_lie_apart(problem, config)),
+            "TAPS": config.taps,
+            "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
+            "GROUPED": int(problem.feature_group_count > 1),
+            "EMPTY": int(min(self._chains(problem, config)) < config.splits),
+            "ROW_BYTES": row_bytes(problem),
+            **field_macros(config, "swap"),
+            "PERSISTENT": int(config.workers > 0),
+            "TEAMS": config.teams,
+            "OWN_STORES": int(self._stores_itself(problem, config)),
+            "B_MN": int(is_forward),
+            "B_WHOLE": int(is_forward and _is_whole(problem, config)),
+        }
+
+    def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
+        p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
+        weight = (p.taps, p.group_channels[0], p.out_channels)
+        whole = _is_whole(p, config)
+        operands = _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
+        return (*operands, _result_map(p)) if _is_stored_by_tma(p, config) else operands
+
+    def result(self, problem: ConvProblem, config: Config) -> plan.Param:
+        return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
+
+
+def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:
+    """Lines that TMA's rows touch for a tile of so many stages, with all its phases: loads and stores."""
+    of, blocks = forward(problem), stages * ROW_BYTES // row_bytes(problem)
+
+    def rows(count: int, pitch: int) -> float:
+        return count * lines_of_row(pitch)
+
+    lines = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
+    if loads_weight:
+        lines += blocks * config.taps * config.channels
+    if stores:
+        lines += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
+    return lines
+
+
+def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
+    """Whether neighbouring rows of a tile may not be neighbours in the output: those of a phase, or with others between
+    them that are not stored."""
+    return config.taps > 1 or any(axis.up > 1 for axis in axes(problem))
+
+
+def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:
+    return config.workers > 0 and not _rows_lie_apart(problem, config)
+
+
+def _is_whole(problem: ConvProblem, config: Config) -> bool:
+    """Whether tiles begin and end with boxes of a forward pass's weight."""
+    return config.channels >= BOX and is_whole(problem.group_channels[1])
+
+
+def _result_map(problem: ConvProblem) -> plan.TiledMap:
+    """Of the output's channels by groups: what a tile has beyond its group's is not stored."""
+    columns, groups, item = forward(problem).group_channels[1], problem.feature_group_count, 2
+    dims = columns, groups, pixels(problem)
+    return plan.TiledMap(2, problem.out_dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
+
+
+def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
+    p, of = folded(forward(problem), 1), axes(problem, config.taps)[::-1]
+    if is_matrix_product(p):
+        matrix = (1, pixels(problem), p.in_channels)
+        return operand_map(0, p.dtype, matrix, "bmk", config.pixels, row_bytes(problem))
+    dims = p.lhs_shape[::-1]
+    return plan.Im2colMap(
+        buffer=0,
+        dtype=map_dtype(p.dtype),
+        dims=dims,
+        strides=plan.tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize),
+        element_strides=(1, *(axis.down for axis in of), 1),
+        lower=tuple(axis.lower for axis in of),
+        upper=tuple(axis.upper for axis in of),
+        channels=block_k(problem),
+        pixels=config.pixels + of[0].reach,
+        swizzle=SWIZZLES[row_bytes(problem)],
+    )
+
+
+FPROP, DGRAD = of_both_passes(Im2colConv, "im2col", Config)

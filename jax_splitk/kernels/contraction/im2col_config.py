@@ -1,0 +1,145 @@
+"""Configs of dense passes (`im2col`): tiles, pipelines and workers.
+
+There is either a thread block for each tile, or persistent thread blocks (`workers`; see CUTLASS's documentation). A
+persistent thread block computes one tile after the other: it stores the results of a tile while it multiplies the next
+one and loads the one after that.
+"""
+
+import dataclasses
+import functools
+import math
+
+from jax import numpy as jnp
+
+from jax_splitk.kernels.base import refusals
+from jax_splitk.kernels.base.geometry import is_matrix_product
+from jax_splitk.kernels.base.passes import forward
+from jax_splitk.kernels.contraction.phases import axes, pixels, tap_counts
+from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
+from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES
+from jax_splitk.problems.conv_wgrad import ConvProblem
+
+# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
+IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
+BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
+MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
+# Tiles of two consumers whose sums fit into half of the registers.
+_TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(SplitTile):
+    """How a pass is computed: see `SplitTile`.
+
+    Attributes:
+      taps: number of a filter row's taps in a stage: 1, or all. All taps read the same pixels, each starting at another
+        row, so the pixels are loaded once. Tiles then also have pixels between the lines of images, which are not
+        stored.
+      swap: False puts pixels on the tile's M side and output channels on N; True the reverse.
+      workers: persistent thread blocks, which share the tiles; 0: as many thread blocks as tiles.
+    """
+
+    taps: int = 1
+    swap: bool = False
+    workers: int = 0
+
+    @property
+    def pixels(self) -> int:
+        """The pixels of a tile."""
+        return self.tile_n if self.swap else self.tile_m
+
+    @property
+    def channels(self) -> int:
+        """Output channels of a tile."""
+        return self.tile_m if self.swap else self.tile_n
+
+    @property
+    def depth(self) -> int:
+        return self.taps
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.pixels + (MAX_REACH if self.taps > 1 else 0)
+        return (rows + self.taps * self.channels) * ROW_BYTES
+
+    @property
+    def teams(self) -> int:
+        """Teams of consumers, which take turns at the tiles."""
+        return 2 if self.workers and self.consumers == 1 else 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers * self.teams + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        return super().shared_bytes + self.result_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """Shared memory besides the stages, for the results of a tile that are stored while the next tile is
+        multiplied."""
+        return self.teams * self.tile_m * self.tile_n * 2 if self.workers else 0
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """2 also for a tile with two consumers: reductions are short, and the products of one thread block hide the
+        beginning and the end of the other's tile."""
+        if self.workers:
+            return 1
+        fits = 2 * self.shared_bytes <= SHARED_BYTES
+        return 2 if (self.tile_m, self.tile_n) in _TWO_CONSUMERS and fits else super().blocks_per_sm
+
+    @property
+    def most_stages(self) -> int:
+        """The largest number of stages of a persistent thread block."""
+        room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
+        return min(MAX_STAGES, room // self.stage_bytes)
+
+    @property
+    def result_rows(self) -> int:
+        """Rows of 128 bytes for a tile's results."""
+        return self.pixels * -(-self.channels * 2 // ROW_BYTES)
+
+
+@functools.lru_cache(maxsize=4096)
+def row_bytes(problem: ConvProblem) -> int:
+    """Bytes of a block of channels at one tap: a row of shared memory, or a half or a quarter of a row, so that a stage
+    has several taps instead of zeros.next group's channels follow."""
+    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    if problem.feature_group_count > 1:
+        return math.gcd(size, ROW_BYTES)
+    several = max(map(math.prod, tap_counts(problem))) > 1
+    return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
+
+
+def block_k(problem: ConvProblem) -> int:
+    return row_bytes(problem) // jnp.dtype(problem.dtype).itemsize
+
+
+def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
+    """(tiles along pixels, tiles along channels) of a phase and group."""
+    rows, columns = pixels(problem, config.taps), forward(problem).group_channels[1]
+    return -(-rows // config.pixels), -(-columns // config.channels)
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_taps(problem: ConvProblem) -> int:
+    """How many taps of a filter row a stage may have."""
+    if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
+        return 1
+    last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
+    fits = last.down == 1 and last.reach <= MAX_REACH and last.upper <= IM2COL_LIMITS[len(axes(problem))][1]
+    return last.shared if fits else 1
+
+
+def tile_count(problem: ConvProblem, config: Config) -> int:
+    """Tiles of a phase, in all groups."""
+    return math.prod(tile_counts(problem, config)) * problem.feature_group_count
+
+
+def can_persist(problem: ConvProblem) -> bool:
+    """Whether a persistent thread block can hand over its results: they have 16 bits and are stored in units of 16
+    bytes. Each phase must have taps, since phases of zeros are no faster this way."""
+    halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
+    return halves and forward(problem).group_channels[1] % 8 == 0 and all(map(math.prod, tap_counts(problem)))

@@ -1,0 +1,140 @@
+// How the results of a persistent kernel's tiles go from shared memory (device/packed_tile.cuh) to memory
+// (contraction/persistent.cuh).
+//
+// Rows that lie apart (PHASED) are stored by threads: those of the team that has multiplied (OWN_STORES), all
+// of a tile at once, or those of the warps beside the one that loads, a part of their rows at a time. Other
+// rows are TMA's.
+
+#if PHASED
+using Result = Output*;  // rows of a phase lie apart
+
+constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
+constexpr int ROWS_AT_A_TIME = STORERS / CHUNKS_OF_ROW;
+constexpr int ROWS_OF_THREAD = (PIXELS + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
+
+// A thread's part of a tile: one chunk of every ROWS_AT_A_TIME-th row.
+struct Part {
+  int first, chunk, column;
+  bool inside;
+
+  __device__ Part(const Args& g, const Tile& tile, int thread) {
+    first = thread / CHUNKS_OF_ROW;
+    chunk = thread - first * CHUNKS_OF_ROW;
+    column = tile.n + chunk * 8;
+    inside = column < g.n && first < ROWS_AT_A_TIME;
+    column += tile.group * g.n;
+  }
+
+  __device__ int row(int i) const { return first + i * ROWS_AT_A_TIME; }
+
+  __device__ uint4 load(uint32_t from, int row) const {
+    return load_shared<uint4>(chunk_at(from, row / 64, chunk / 8, row % 64, chunk % 8));
+  }
+
+  // `to`: the number of the row in the output, -1 outside of it.
+  __device__ void store(const Args& g, Output* out, int to, const uint4& v) const {
+    if (to >= 0) *reinterpret_cast<uint4*>(out + size_t(to) * pitch_of(g) + column) = v;
+  }
+};
+
+// ---- by the team that has multiplied ----
+
+// Where the rows of the thread's part go.
+struct Rows {
+  int at[ROWS_OF_THREAD];
+
+  __device__ Rows(const Args& g, const Tile& tile, const Part& part) {
+#pragma unroll
+    for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+      const int row = part.row(i);
+      at[i] = part.inside && row < PIXELS ? row_of(g, tile.residue, tile.m + row) : -1;
+    }
+  }
+};
+
+__device__ inline void sync_team(int team) {
+  if (team == 0) {
+    sync_threads<STORERS, 1>();
+  } else {
+    sync_threads<STORERS, 2>();
+  }
+}
+
+__device__ inline void store_own(const Args& g, const Part& part, const Rows& rows, uint32_t from,
+                                 Output* out) {
+  uint4 v[ROWS_OF_THREAD];
+#pragma unroll
+  for (int i = 0; i < ROWS_OF_THREAD; ++i) v[i] = part.load(from, min(part.row(i), PIXELS - 1));
+#pragma unroll
+  for (int i = 0; i < ROWS_OF_THREAD; ++i) part.store(g, out, rows.at[i], v[i]);
+}
+
+// ---- by the warps beside the one that loads ----
+
+constexpr int BATCH = 8;  // chunks that a thread has under way
+
+// Where all rows go.
+__device__ inline void find_rows(const Args& g, const Axes& residue, int m, int* rows) {
+  sync_threads<STORERS, 1>();  // nobody reads the last ones any more
+#pragma unroll 1
+  for (int row = threadIdx.x - 32; row < PIXELS; row += STORERS) rows[row] = row_of(g, residue, m + row);
+  sync_threads<STORERS, 1>();
+}
+
+// Stores the part; the tile's results are at `from`.
+__device__ inline void store_part(const Args& g, const Part& part, uint32_t from, const int* rows,
+                                  Output* out) {
+#pragma unroll 1
+  for (int row = part.first; row < PIXELS; row += BATCH * ROWS_AT_A_TIME) {
+    uint4 v[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) v[i] = part.load(from, min(row + i * ROWS_AT_A_TIME, PIXELS - 1));
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int at = row + i * ROWS_AT_A_TIME;
+      if (at >= PIXELS) break;
+      part.store(g, out, rows[at], v[i]);
+    }
+  }
+}
+
+__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, Output* out) {
+  // Behind the results, in what is left of the bytes that the alignment of the stages may take.
+  int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
+  for_tiles(g, [&](const Tile& tile, int turn) {
+    const Part part(g, tile, threadIdx.x - 32);
+    find_rows(g, tile.residue, tile.m, rows);
+    const int team = turn % TEAMS;
+    const uint32_t from = results + team * PACKED_BYTES;
+    Barrier::wait(&handover.full[team], turn / TEAMS & 1);
+    if (part.inside) store_part(g, part, from, rows, out);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) handover.release(team);
+  });
+}
+#else
+using Result = TensorMap;
+
+// TMA stores boxes of 64 rows and 64 channels. Every lane walks, as the one that loads.
+__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover,
+                                   const TensorMap& out) {
+  const bool lead = elect_one();
+  for_tiles(g, [&](const Tile& tile, int turn) {
+    const int team = turn % TEAMS;
+    const uint32_t from = results + team * PACKED_BYTES;
+    Barrier::wait(&handover.full[team], turn / TEAMS & 1);
+    if (lead) {
+      for (int column = 0; column < CHANNELS && tile.n + column < g.n; column += 64) {
+#pragma unroll
+        for (int row = 0; row < PIXELS; row += 64) {
+          const uint32_t box = chunk_at(from, row / 64, column / 64, 0, 0);
+          store_tile(&out, shared_pointer(box), tile.n + column, tile.group, tile.m + row);
+        }
+      }
+      wait_stores_read();
+      handover.release(team);
+    }
+    __syncwarp();  // else a lane may be two phases late at a barrier, which it would wait for in vain
+  });
+}
+#endif

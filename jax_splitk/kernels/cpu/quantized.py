@@ -1,0 +1,85 @@
+"""The `host` product with a packed quantized weight: split-k over XLA's CPU threads (see ffi/host_quantized.cc).
+
+A thread decodes a tile of 64 features by 64 k to float32, multiplies it with its rows of the activation, and goes on
+along its part of k. If there are several parts, a second pass adds their partial sums in order, as in CUTLASS's
+parallel split-k.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jax_splitk.kernels.base import host
+from jax_splitk.kernels.base.host import HostFamily, Product
+from jax_splitk.kernels.base.named import NamedByFormat
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.quantized import formats
+from jax_splitk.quantized.packing import TILE
+from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET
+from jax_splitk.runtime.target import Target
+
+_MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc has the same
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The division of the work: `splits` parts of k's tiles, `row_block` activation rows for each decoding of a tile.
+    `splits` alone determines the bits of the result.
+    """
+
+    splits: int
+    row_block: int
+
+
+class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
+    """Serves every valid problem whose sizes an int32 holds."""
+
+    name = "quantized_host"
+    ABI = 3
+    handler = HOST_QUANTIZED_TARGET
+
+    def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
+        for argument in ("rows", "k", "features"):
+            if getattr(problem, argument) > host.INT32_MAX:
+                return f"{argument}={getattr(problem, argument)}; at most {host.INT32_MAX} is supported"
+        return None
+
+    def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
+        most = min(problem.k_tiles, host.MAX_SPLITS)
+        if not 1 <= config.splits <= most:
+            return f"splits={config.splits} is outside 1..{most} (k / {TILE} rounded up, at most {host.MAX_SPLITS})."
+        if not 1 <= config.row_block <= _MAX_ROW_BLOCK:
+            return f"row_block={config.row_block} is outside 1..{_MAX_ROW_BLOCK}."
+        return None
+
+    def why_xla_untuned(self, problem: QuantizedMatmulProblem) -> str | None:
+        """XLA:CPU is faster with many rows: it decodes the whole weight once for all rows."""
+        if problem.rows > 128:
+            return f"rows={problem.rows} are faster on XLA:CPU; preferred up to 128"
+        if problem.flops < 512:
+            return "the problem is so small that the call itself is what takes time"
+        return None
+
+    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
+        """Few splits if features and rows give enough tasks, and three row blocks."""
+        splits = sorted({1, 2, 4, 8, target.cores, 2 * target.cores})
+        configs = [Config(s, b) for b in (24, 96, 384) if b < problem.rows + 96 for s in splits]
+        return [config for config in configs if self.config_refusal(problem, config) is None]
+
+    def product(self, problem: QuantizedMatmulProblem, config: Config) -> Product:
+        sizes = (problem.rows, problem.k, problem.features)
+        # Rows of x are plain; a column's values are decoded.
+        splits, rows = config.splits, config.row_block
+        return Product(*sizes, 1, splits, depth=TILE, row_block=rows, row_cost=0.02, column_cost=4.0)
+
+    def attributes(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, Any]:
+        return {
+            "values": formats.table(formats.FORMATS[problem.qtype]),
+            "group_size": np.int64(problem.group_size),
+            "splits": np.int64(config.splits),
+            "row_block": np.int64(config.row_block),
+        }
+
+
+FAMILY = QuantizedHost(Config)

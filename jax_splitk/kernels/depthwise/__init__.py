@@ -1,0 +1,1 @@
+"""Kernel families of depthwise convolutions."""

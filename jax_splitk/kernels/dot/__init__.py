@@ -1,1 +1,0 @@
-"""Kernel families of the matrix product."""

@@ -1,0 +1,1 @@
+"""Kernel families that gather windows from shared memory: few or odd channels, exact float32."""

@@ -1,0 +1,255 @@
+// Forward convolutions with few input channels on Hopper: any strides, dilations and padding, one to three
+// spatial dimensions, 16-bit operands.
+//
+//   out[pixel, k] = sum over (tap, c) of x[pixel * stride - pad + tap * dilation, c] * w[tap, c, k]
+//
+// A stage of the pipeline holds what the windows of a tile of pixels touch (gather/input.cuh). WGMMA's
+// A fragments, [pixels] x [(tap, channel)], are gathered from it into registers: the elements of a `segment`
+// are neighbours in memory (a tap's channels or, with RUNS, those of a filter row), and segments are filled
+// up to eights, so that what a lane loads is a compile-time constant away from its pixel. Fillings are zeros:
+// in A, where neighbours of the window are read in their place, and in B, the weights, which stay in shared
+// memory, MN-major under the 128-byte swizzle, while thread blocks go from tile to tile.
+//
+// Roles: warpgroup 0 is the producer of stages (cp.async, or its own loads and stores), the others are
+// consumers, which first load the weights. `full` has an arrival of each producer thread, `empty` one of each
+// consumer warp, once the WGMMAs that follow its reads have retired. Epilogue: a warp turns its 16 rows in
+// memory of its own, and stores whole rows of the output.
+//
+// Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
+// blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
+// SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
+// aligned as pairs, GROUP: products of 16 elements in a batch.
+
+#include "device/output.cuh"
+#include "device/skeleton.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+#include "structs.cuh"
+#include "gather/input.cuh"
+
+using Wgmma = WGMMA_16(TILE_N, RS)<GMMA::Major::K, GMMA::Major::MN>;
+
+constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int THREADS = PRODUCERS + CONSUMER_THREADS;
+constexpr int ACCUMULATORS = TILE_N / 2;            // per thread and 64-row block
+constexpr int EIGHTS = (PARITY + SEGMENT + 7) / 8;  // of a segment
+constexpr int STEPS = (SEGMENTS * EIGHTS + 1) / 2;  // products of a 64-row block
+constexpr int BOX_BYTES = STEPS * 16 * 128;         // 64 columns of the weights
+constexpr int WEIGHT_BYTES = (TILE_N + 63) / 64 * BOX_BYTES;
+
+using Accumulator = float[ACCUMULATORS];
+using Windows = Pipeline<STAGES, PRODUCERS, 4 * CONSUMERS>;
+
+// ---- weights ---------------------------------------------------------------------------------------------
+
+// By all consumers, with zeros where a segment is filled up and beyond the output channels.
+__device__ inline void load_weights(const Args& g, const Element* w, uint32_t weights, int k0) {
+  constexpr int CHUNKS = TILE_N / 8;  // 16 bytes of a row
+  for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * CHUNKS; i += CONSUMER_THREADS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS, k = k0 + chunk * 8;
+    const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
+    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
+    const Element* from = w + (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
+    const uint4 value = is_there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    store_shared(weights + chunk / 8 * BOX_BYTES + swizzled(row, chunk % 8), value);
+  }
+}
+
+// ---- producer --------------------------------------------------------------------------------------------
+
+__device__ inline void produce(const Args& g, const Element* x, uint32_t stages, Windows& pipeline) {
+  Position at;
+  for (int tile = blockIdx.x; tile < g.tiles; tile += gridDim.x, at.advance(STAGES)) {
+    pipeline.wait_empty(at);
+    load_x(g, x, stages + at.stage * STAGE_BYTES, tile_at(g, tile), 0);
+    if constexpr (X_ASYNC) {
+      Barrier::arrive_after_copies(&pipeline.full[at.stage]);
+    } else {
+      Barrier::arrive(&pipeline.full[at.stage]);
+    }
+  }
+}
+
+// ---- consumer --------------------------------------------------------------------------------------------
+
+// Elements from a pixel's place to a segment.
+__device__ constexpr int segment_offset(int segment) {
+  const int s = RUNS ? 0 : segment % KERNEL_W, row = RUNS ? segment : segment / KERNEL_W;
+  return row / KERNEL_H * ROWS * ROW_PITCH + row % KERNEL_H * TAP_ROW + s * TAP_COL + LEAD - PARITY;
+}
+
+// Which of a lane's pairs of elements count, at a segment's ends: those of its first eight, of its last.
+struct Masks {
+  uint32_t first, last;
+  __device__ explicit Masks(int pair) {
+    const int left = PARITY + SEGMENT - (EIGHTS - 1) * 8 - pair;
+    first = pair < PARITY ? 0xffff0000u : ~0u;
+    last = left <= 0 ? 0u : left == 1 ? 0xffffu : ~0u;
+  }
+};
+
+// A lane's two elements of an eight of the filter; `at`: of the pixel.
+__device__ __forceinline__ uint32_t load_pair(uint32_t at, int eight, const Masks& masks) {
+  const int segment = eight / EIGHTS, place = eight % EIGHTS;
+  if (segment >= SEGMENTS) return 0;
+  const uint32_t from = at + (segment_offset(segment) + place * 8) * ITEM;
+  uint32_t pair;
+  if constexpr (PAIRED) {
+    pair = load_shared<uint32_t>(from);
+  } else {
+    const uint32_t low = load_shared<uint16_t>(from), high = load_shared<uint16_t>(from + ITEM);
+    pair = low | high << 16;
+  }
+  if (PARITY && place == 0) pair &= masks.first;
+  if ((PARITY + SEGMENT) % 8 && place == EIGHTS - 1) pair &= masks.last;
+  return pair;
+}
+
+// acc = windows of the rows whose pixels are at `at` (two of a thread) times the weights.
+__device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks& masks, Accumulator& acc) {
+  uint32_t a[2][GROUP][4];
+  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+#pragma unroll
+  for (int first = 0; first < STEPS; first += GROUP) {
+    uint32_t (&now)[GROUP][4] = a[first / GROUP % 2];
+    // The batch that read these registers has retired.
+    if (first >= 2 * GROUP) wait_batches<1>();
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      if (first + i >= STEPS) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) now[i][j] = load_pair(at[j % 2], (first + i) * 2 + j / 2, masks);
+    }
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      if (first + i < STEPS) fence(now[i]);
+    }
+    const auto products = [&] {
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i) {
+        if (first + i >= STEPS) continue;
+        wgmma<Wgmma>(now[i], b + (first + i) * (16 * 128 >> 4), acc, scale);
+        scale = GMMA::ScaleOut::One;
+      }
+    };
+    batch(products, acc);
+  }
+  wait_batches<0>(acc);
+}
+
+// ---- epilogue --------------------------------------------------------------------------------------------
+
+// The place of a tile's row in the output, in pixels; -1 beyond it.
+__device__ inline int pixel_of(const Args& g, const Tile& tile, int row) {
+  const int n = tile.image + row / (TILE_P * TILE_Q), p = tile.p + row / TILE_Q % TILE_P,
+            q = tile.q + row % TILE_Q;
+  const bool inside = row < PIXELS && n < g.batch && p < g.out.h && q < g.out.w;
+  return inside ? ((n * g.out.d.value + tile.d) * g.out.h.value + p) * g.out.w.value + q : -1;
+}
+
+#if OUT == 0
+// A lane's neighbours go as they are: four lanes fill a sector.
+__device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t,
+                             const Accumulator& acc, Output* out) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int pixel = pixel_of(g, tile, row + lane / 4 + 8 * half);
+    if (pixel < 0) continue;
+    Output* to = out + int64_t(pixel) * g.out_channels + k0 + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; ++j) {
+      if (k0 + 8 * j >= g.out_channels) continue;
+      store_values<Output, 2>(to + 8 * j, {acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]});
+    }
+  }
+}
+#else
+constexpr int COLUMNS_AT_ONCE = TILE_N % 64 ? TILE_N : 64;
+constexpr int PITCH_BYTES = COLUMNS_AT_ONCE * 2 + 16;  // eight rows' 16 bytes lie in different banks
+constexpr int WARP_BYTES = 16 * PITCH_BYTES;
+
+__device__ inline uint32_t packed(float low, float high) {
+  Vec<Output, 2> pair = converted<Output, 2>({low, high});
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// `row`: the first of the warp's 16. `turn`: its memory.
+__device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t turn,
+                             const Accumulator& acc, Output* out) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t to = turn + lane % 16 * PITCH_BYTES + lane / 16 * 16;
+  constexpr int CHUNKS = COLUMNS_AT_ONCE / 8;
+#pragma unroll
+  for (int first = 0; first < TILE_N; first += COLUMNS_AT_ONCE) {
+#pragma unroll
+    for (int column = 0; column < COLUMNS_AT_ONCE; column += 16) {
+      const float* v = &acc[(first + column) / 2];
+      store_matrices(to + column * 2,
+                     {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+      const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * 8;
+      const int pixel = pixel_of(g, tile, row + line);
+      const uint4 value = load_shared<uint4>(turn + line * PITCH_BYTES + chunk * 16);
+      if (pixel < 0 || k >= g.out_channels) continue;
+      *reinterpret_cast<uint4*>(out + int64_t(pixel) * g.out_channels + k) = value;
+    }
+    __syncwarp();
+  }
+}
+#endif
+
+__device__ inline void consume(const Args& g, const Element* w, uint32_t weights, uint32_t stages,
+                               uint32_t turns, Windows& pipeline, int k0, Output* out) {
+  load_weights(g, w, weights, k0);
+  fence_async_shared();  // WGMMA reads what was stored here
+  sync_threads<CONSUMER_THREADS, 1>();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - PRODUCERS / 32;
+  const int first = warp / 4 * 64 * BLOCKS + warp % 4 * 16;  // the warp's rows of its first block
+  const uint64_t b = operand(weights, BOX_BYTES);
+  const Masks masks(2 * (lane % 4));
+  [[maybe_unused]] uint32_t turn = turns;
+#if OUT != 0
+  turn += warp * WARP_BYTES;
+#endif
+  Position at;
+  for (int i = blockIdx.x; i < g.tiles; i += gridDim.x, at.advance(STAGES)) {
+    const Tile tile = tile_at(g, i);
+    const uint32_t stage = stages + at.stage * STAGE_BYTES;
+    pipeline.wait_full(at);
+#pragma unroll 1
+    for (int block = 0; block < BLOCKS; ++block) {
+      const int row = first + block * 64;
+      uint32_t pixel[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Rows beyond the tile read its last pixel.
+        const int k = min(row + lane / 4 + 8 * half, PIXELS - 1);
+        pixel[half] = stage + (pixel_offset(k) + 2 * (lane % 4)) * ITEM;
+      }
+      Accumulator acc;
+      multiply(pixel, b, masks, acc);
+      if (block == BLOCKS - 1) {
+        __syncwarp();
+        if (lane == 0) pipeline.release(at.stage);
+      }
+      store(g, tile, row, k0, turn, acc, out);
+    }
+  }
+}
+
+// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g, Output* out) {
+  __shared__ Windows pipeline;
+  const uint32_t weights = shared_stages(), stages = weights + WEIGHT_BYTES;
+  run_roles<Roles<PRODUCERS / 32, PRODUCER_REGS, CONSUMER_REGS, true>>(
+      [&](int) { produce(g, x, stages, pipeline); },
+      [&](int) {
+        consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, blockIdx.y * TILE_N, out);
+      },
+      pipeline);
+}

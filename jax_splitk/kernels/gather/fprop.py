@@ -1,0 +1,275 @@
+"""Kernel family: forward passes with few input channels, as of a network's first convolution, on Hopper (device code:
+gather/fprop.cu).
+
+What wgrad_gather is for the weight gradient: the input of a tile of pixels lies in shared memory as it is, and windows
+are gathered from it into registers. The weights stay in shared memory while a thread block goes from tile to tile.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from jax_splitk.kernels.base import refusals
+from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.base.geometry import axis_macros
+from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.device.registers import consumer_registers, share_macros
+from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.gather.layout import GatherTile, Layout, Volume, layout_of, volume
+from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
+from jax_splitk.runtime.plan import Launch, Pointer
+from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+
+MAX_CHANNELS = 16
+TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
+MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
+MAX_STEPS, MAX_ROWS = 128, 1024
+_SHARED_PER_SM = 228 * 1024
+_BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and barriers
+_ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
+_OTHER_REGISTERS = 34
+_WGMMA_REGISTERS = 32  # beside its sums, of those that a thread has at launch, or ptxas does not compile it
+_PIXEL_TILES, _MAX_CANDIDATES = 6, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(GatherTile):
+    """How a forward pass is computed: see `GatherTile`; rows are pixels, at least the tile's.
+
+    Attributes:
+      stages: depth of the shared-memory pipeline.
+    """
+
+    stages: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient(p: ConvProblem) -> ConvWgradProblem:
+    """The weight gradient of the same convolution."""
+    return ConvWgradProblem(**vars(p))
+
+
+def _volume(p: ConvProblem) -> Volume:
+    return volume(_gradient(p))
+
+
+def _layout(v: Volume, config: Config) -> Layout:
+    return layout_of(v, config.tile, v.channels)
+
+
+def _steps(x: Layout) -> int:
+    """Products of 16 elements: segments are filled up to eights."""
+    return -(-x.segments * -(-(x.parity + x.segment) // 8) // 2)
+
+
+def _turn_bytes(config: Config, out_dtype: str) -> int:
+    """Of a consumer warp's 16 rows."""
+    columns = config.tile_n if config.tile_n % 64 else 64
+    return 0 if out_dtype == "float32" else 16 * (columns * 2 + 16)
+
+
+def _shared_bytes(p: ConvProblem, config: Config) -> int:
+    v = _volume(p)
+    x = _layout(v, config)
+    weights = -(-config.tile_n // 64) * _steps(x) * 16 * 128
+    turns = 4 * config.consumers * _turn_bytes(config, p.out_dtype)
+    return weights + config.stages * x.stage_bytes(v, config.images) + turns + _ALIGNMENT_BYTES
+
+
+def _group(config: Config, together: int) -> int:
+    """Products in a batch: as many as registers allow, of which two take turns; 0 where there are too few."""
+    at_launch = 65536 // (together * 128 * (config.consumers + 1)) // 8 * 8
+    if config.tile_n // 2 + _WGMMA_REGISTERS > at_launch:
+        return 0
+    room = consumer_registers(together, config.consumers) - config.tile_n // 2 - _OTHER_REGISTERS
+    return max(0, min(4, room // 8))
+
+
+def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
+    fits = 2 * (_shared_bytes(p, config) + _BESIDE_BYTES) <= _SHARED_PER_SM
+    return 2 if fits and _group(config, 2) else 1
+
+
+def _block_counts(v: Volume, config: Config) -> tuple[int, int, int, int]:
+    """Tiles of pixels: groups of images, planes, rows, columns."""
+    (n, p, q) = config.tile
+    return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
+
+
+def _columns(p: ConvProblem) -> list[int]:
+    """Tiles of output channels: the least that holds all, and whole parts of them."""
+    whole = [n for n in TILE_N if n >= p.out_channels][:1]
+    return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < p.out_channels)})
+
+
+@functools.lru_cache(maxsize=512)
+def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
+    """(images, tile_p, tile_q) of at most so many pixels with the least work, padding and input for each of them."""
+    found = {}
+    widths = {8, 16, 32, 64, 128, v.out[2], -(-v.out[2] // 2), -(-v.out[2] // 4)}
+    for q in sorted(w for w in widths if w <= rows):
+        for p in {p for p in (1, 2, 4, 8, 16, v.out[1], rows // q) if p * q <= rows}:
+            n = min(rows // (p * q), v.batch) if p >= v.out[1] else 1
+            config = Config(1, 1, TILE_N[0], n, p, q, 2)
+            x = _layout(v, config)
+            covered = math.prod(_block_counts(v, config)) * rows
+            bytes_read = x.stage_bytes(v, n) / config.pixels
+            found[n, p, q] = covered / (v.batch * math.prod(v.out)) * (100 + bytes_read)
+    return tuple(sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES])
+
+
+class Gather(ModelledFamily[ConvProblem, Config]):
+    """Few input channels to all output channels."""
+
+    name = "fprop_gather"
+    ABI = 1
+    file = "gather/fprop.cu"
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def problem_refusal(self, problem: ConvProblem) -> str | None:
+        p = _gradient(problem)
+        if (reason := refusals.dtypes(p, refusals.HALVES) or refusals.groups(p)) is not None:
+            return reason
+        if p.in_channels > MAX_CHANNELS:
+            return f"{p.in_channels} input channels; accepted: 1 to {MAX_CHANNELS}"
+        if p.out_channels % 8 or p.out_channels > 65535 * TILE_N[0]:
+            return f"{p.out_channels} output channels; accepted: multiples of 8, up to {65535 * TILE_N[0]}"
+        reason = refusals.gathered(p, _volume(p), MAX_ROWS)
+        if reason is None and next(self._variants(problem), None) is None:
+            reason = f"a filter of {p.kernel_spatial}: its weights, or a tile's input, take too much shared memory"
+        return reason
+
+    def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
+        reason = field_refusal(
+            config,
+            consumers=range(MIN_CONSUMERS, MAX_CONSUMERS + 1),
+            blocks=range(1, 9),
+            tile_n=TILE_N,
+            stages=range(MIN_STAGES, MAX_STAGES + 1),
+        )
+        if reason is not None:
+            return reason
+        if config.tile_m > MAX_ROWS:
+            return f"{config.consumers} consumers of {config.blocks} blocks, {config.tile_m} rows; accepted: {MAX_ROWS}"
+        if min(config.tile) < 1 or config.pixels > config.tile_m:
+            given = f"images {config.images}, tile_p {config.tile_p} and tile_q {config.tile_q}"
+            return f"{given}; accepted: products of 1 to {config.tile_m}"
+        if (steps := _steps(_layout(_volume(problem), config))) > MAX_STEPS:
+            return f"{steps} products of 16 elements of the filter; accepted: up to {MAX_STEPS}"
+        if not _group(config, 1):
+            return f"tile_n {config.tile_n} with {config.consumers} consumers; accepted: what their registers hold"
+        if (needed := _shared_bytes(problem, config)) > _SHARED_PER_SM - _BESIDE_BYTES:
+            most = _SHARED_PER_SM - _BESIDE_BYTES
+            return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {most}"
+        return None
+
+    # ---- search ----------------------------------------------------------------------------------------------------
+
+    def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
+        return _blocks_per_sm(problem, config)
+
+    def _variants(self, problem: ConvProblem) -> Iterator[Config]:
+        v = _volume(problem)
+        consumer_counts = range(MIN_CONSUMERS, MAX_CONSUMERS + 1)
+        for tile_n, consumers, blocks in itertools.product(_columns(problem), consumer_counts, (1, 2, 4)):
+            if not _group(Config(consumers, blocks, tile_n, 1, 1, 1, 2), 1):
+                continue
+            for tile in _pixel_tiles(v, 64 * consumers * blocks):
+                for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
+                    config = Config(consumers, blocks, tile_n, *tile, stages)
+                    if self.config_refusal(problem, config) is None:
+                        yield config
+                        if _blocks_per_sm(problem, config) == 2:
+                            break
+
+    def candidates(self, problem: ConvProblem, target: Target) -> Sequence[Config]:
+        """The most promising by the model."""
+        return _ranked(self, problem, target)
+
+    def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
+        """A stage more or less, and tiles of twice or half the rows."""
+        found = varied(config, stages=(config.stages - 1, config.stages + 1))
+        found.append(dataclasses.replace(config, tile_p=config.tile_p * 2, blocks=config.blocks * 2))
+        if config.tile_p % 2 == config.blocks % 2 == 0:
+            found.append(dataclasses.replace(config, tile_p=config.tile_p // 2, blocks=config.blocks // 2))
+        return found
+
+    def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
+        v = _volume(problem)
+        x, together = _layout(v, config), _blocks_per_sm(problem, config)
+        steps, tiles = _steps(x), math.prod(_block_counts(v, config)) * -(-v.out_channels // config.tile_n)
+        row_blocks = config.consumers * config.blocks
+        loads = 16 * steps * (1 if x.paired else 2)  # of a 64-row block's warps
+        tensor = steps * max(16, config.tile_n / 2)
+        shared = loads + steps * config.tile_n / 4 + config.tile_n * 2
+        copies = x.stage_bytes(v, config.images) / x.granule
+        turns = -(-tiles // (target.cores * together)) * together
+        return Work(
+            tensor_clocks=turns * row_blocks * tensor,
+            shared_bytes=turns * (row_blocks * shared * 128 + x.stage_bytes(v, config.images)),
+            l2_bytes=turns * x.stage_bytes(v, config.images),
+            instructions=turns * (copies + row_blocks * 4 * (loads / 4 + steps + config.tile_n)),
+            turns=turns * row_blocks * (steps + 4 + config.tile_n / 16) / (config.consumers * together),
+            memory_bytes=problem.bytes_moved,
+        )
+
+    # ---- plan ------------------------------------------------------------------------------------------------------
+
+    def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
+        v, together = _volume(problem), _blocks_per_sm(problem, config)
+        x = _layout(v, config)
+        names = ("consumers", "blocks", "tile_n", "stages", "tile_p", "tile_q")
+        return {
+            "ELEMENT": OUT_CODES[problem.dtype],
+            "OUT": OUT_CODES[problem.out_dtype],
+            "CTAS_PER_SM": together,
+            **share_macros(together, config.consumers),
+            **field_macros(config, *names),
+            "TILE_IMAGES": config.images,
+            "SLICE": v.channels,
+            "STAGE_BYTES": x.stage_bytes(v, config.images),
+            "GROUP": _group(config, together),
+            **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
+            **field_macros(x),
+        }
+
+    def _args(self, problem: ConvProblem, config: Config) -> Struct:
+        v = _volume(problem)
+        counts = _block_counts(v, config)
+        return Struct(
+            "Args",
+            {
+                "batch": v.batch,
+                "in": v.size,
+                "channels": v.channels,
+                "out_channels": v.out_channels,
+                "out": tuple(map(Divisor.of, v.out)),
+                "stride": v.stride,
+                "pad": v.pad,
+                "tiles_h": Divisor.of(counts[2]),
+                "tiles_w": Divisor.of(counts[3]),
+                "tiles": math.prod(counts),  # of pixels
+            },
+        )
+
+    def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
+        """As many thread blocks as fit the machine at a time; each goes from tile to tile."""
+        tiles = math.prod(_block_counts(_volume(problem), config))
+        columns = -(-problem.out_channels // config.tile_n)
+        resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)
+        grid = (min(tiles, max(1, resident // columns)), columns, 1)
+        params = (Pointer(0), Pointer(1), self._args(problem, config), Pointer(2))
+        block = (128 * (config.consumers + 1), 1, 1)
+        return (Launch(self.kernel_name(problem), grid, block, params, _shared_bytes(problem, config)),)
+
+
+@functools.lru_cache(maxsize=512)
+def _ranked(family: Gather, p: ConvProblem, target: Target) -> tuple[Config, ...]:
+    return tuple(family.by_estimate(p, family._variants(p), target)[:_MAX_CANDIDATES])
+
+
+FAMILY = Gather(Config)

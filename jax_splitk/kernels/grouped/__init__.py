@@ -1,0 +1,1 @@
+"""Kernel families of convolutions with few channels per group."""
