@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ragged, ragged_cases
 from benchmarks.ragged_cases import CASES, SIZES, Case
-from jax_splitk.kernels.ragged import host
+from jax_splitk.kernels.cpu import ragged as host
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax import numpy as jnp
-from jax_splitk.kernels.ragged.host import Config
 
 import jax_splitk
+from jax_splitk.kernels.cpu.ragged import Config
 from jax_splitk.ops import trace
 from tests.problems import generator
 

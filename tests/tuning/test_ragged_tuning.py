@@ -9,7 +9,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
-from jax_splitk.kernels.ragged import host
+from jax_splitk.kernels.cpu import ragged as host
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.ragged_reference import by_blocks
 from jax_splitk.runtime.target import target_for
