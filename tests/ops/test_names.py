@@ -114,7 +114,7 @@ def test_kernels_are_named_by_family_and_role() -> None:
     for run in RUNS:
         name, plan = run.family.trace_name(run.problem), run.plan
         assert name.startswith(run.family.name)
-        assert re.fullmatch(r"(fprop|dgrad|wgrad|dot|quantized)_\w{1,40}", name), name
+        assert re.fullmatch(r"(fprop|dgrad|wgrad|dot|quantized|ragged)_\w{1,40}", name), name
         assert {launch.kernel.removeprefix(name) for launch in plan.launches} <= roles, plan.kernels()
         assert dict(plan.source.defines)["KERNEL(role)"] == f"{name}##role"
         assert plan.label.startswith(f"{run.family.name} ")

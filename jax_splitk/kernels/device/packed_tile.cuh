@@ -65,7 +65,7 @@ __device__ inline void stage_floats(uint32_t tile, int warpgroup, const Accumula
         const int to_row = j * 8 + pair * 2 + i % 2, to_column = block * 64 + row + i / 2 * 8;
         const uint32_t chunk =
             chunk_at(tile, to_row / 64, to_column / 32, to_row % 64, to_column % 32 / 4);
-        store_shared(chunk + to_column % 4 * 4, __float_as_uint(v[i]));
+        store_shared(chunk + to_column % 4 * 4, v[i]);
       }
 #else
       const int chunk = j % 4 * 2 + pair / 2, byte = pair % 2 * 8;

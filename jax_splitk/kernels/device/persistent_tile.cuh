@@ -163,10 +163,10 @@ __device__ __forceinline__ void multiply_items(const Kernel& kernel, Work& work,
       continue;
     }
     Accumulator acc;
-    if (item.stages == 0) clear(acc);
     const int last = multiply<Kernel>(stages, pipeline, item.stages, warpgroup, acc, at);
     wait_batches<0>(acc);
     if (last >= 0 && threadIdx.x % 128 == 0) pipeline.release(last);
+    if (item.stages == 0) clear(acc);
     if (kernel.exchange(item, acc)) continue;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
