@@ -61,9 +61,17 @@ class RaggedK(RaggedFamily):
     mode = "rhs_gradient"
     TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 256), (64, 128))
 
-    def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
-        if (reason := super().config_refusal(problem, config)) is not None:
+    def problem_refusal(self, problem: RaggedDotProblem) -> str | None:
+        if (reason := super().problem_refusal(problem)) is not None:
             return reason
+        reasons = [self._tiles_refusal(problem, Config(m, n, 1, 1)) for m, n in self.TILES]
+        return None if None in reasons else reasons[0]
+
+    def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
+        return super().config_refusal(problem, config) or self._tiles_refusal(problem, config)
+
+    def _tiles_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
+        """Why the tiles are too many to be counted."""
         for name, count, most in zip("kn", tile_counts(problem, config), _MAX_TILES, strict=True):
             if count > most:
                 return f"{name}={getattr(problem, name)} in {count} tiles; accepted: at most {most}"

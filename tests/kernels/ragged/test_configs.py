@@ -55,6 +55,8 @@ PROBLEMS += [p for sizes in OTHERS for p in passes(sizes, dtype="float16", out_d
     *((p, {"m": 2**30 + 1}, "m=1073741825; accepted: at most 1073741824") for p in (LAYER, WEIGHTS)),
     *((p, {"groups": 4097}, "4097 groups; accepted: at most 4096") for p in (LAYER, WEIGHTS)),
     *((p, {"total_groups": 5000}, "5000 groups; accepted: at most 4096") for p in (LAYER, WEIGHTS)),
+    (WEIGHTS, {"k": 2**24, "m": 8, "n": 8}, "k=16777216 in 131072 tiles; accepted: at most 32768"),
+    (WEIGHTS, {"m": 2**29, "k": 8192, "n": 8192}, "17180721152 stages of all tiles; accepted: at most 1073741824"),
     (LAYER, {"k": 32776, "out_dtype": "float32"}, "k=32776 with a float32 result; accepted: at most 32768"),
 ])  # fmt: skip
 def test_refuses_what_it_cannot_compute(problem: RaggedDotProblem, changes: dict[str, Any], reason: str) -> None:
