@@ -55,6 +55,7 @@ struct Worklist {
   __device__ void put(const Item& item, Position& at) {
     static_assert(sizeof(Item) == 32);
     ring.wait_empty(at);
+    __syncwarp();  // no lane may still wait when the others go a phase further
     if (threadIdx.x % 32 == 0) {
       const uint4* words = reinterpret_cast<const uint4*>(&item);
       const uint32_t to = shared_address(&items[at.stage]);
@@ -62,7 +63,6 @@ struct Worklist {
       store_shared(to + 16, words[1]);
       Barrier::arrive(&ring.full[at.stage]);
     }
-    __syncwarp();  // no lane is more than a phase behind the others
     at.advance(ITEMS);
   }
 
