@@ -132,7 +132,7 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         """Lines that TMA's rows of a stage touch; see `Work.rows`."""
         return config.stage_bytes / ROW_BYTES
 
-    def work(self, problem: _Problem, config: _Config, target: Target) -> Work:
+    def work(self, problem: Any, config: _Config, target: Target) -> Work:
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
         if config.reduction == "cluster":
