@@ -18,8 +18,7 @@ from jax_splitk.ops import partitioning
 from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.ragged_dot import Mode, RaggedDotProblem
-from jax_splitk.problems.ragged_layout import Batch
-from jax_splitk.problems.ragged_reference import batched, bounds
+from jax_splitk.problems.ragged_reference import Batch, batched, bounds
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
@@ -97,7 +96,8 @@ class RaggedDotCall(Call):
         units = {f"b{dim}": size for dim, size in enumerate(self.batch_shape(avals))}
         units |= {"g": problem.groups, "m": problem.m, "k": problem.k, "n": problem.n}
         offset = (("offset",),) if self.has_offset else ()
-        return Rule((*operands, *offset), result, units, self._divided, localized=self._localized)
+        divided: Any = self._divided  # of the parts alone: the primitive's rule adds the other parameters
+        return Rule((*operands, *offset), result, units, divided, localized=self._localized)
 
     def _divided(self, parts: Mapping[str, int]) -> "RaggedDotCall":
         several = parts.get("g", 1) > 1
@@ -158,7 +158,11 @@ class RaggedDotCall(Call):
 
 
 def _each(
-    function: Callable[..., jax.Array], operands: Sequence[jax.Array], dims: Batch, rank: int, dim: int = 0
+    function: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    dims: Sequence[tuple[int, ...]],
+    rank: int,
+    dim: int = 0,
 ) -> jax.Array:
     """The results of a function for each element of the batch, in a loop; operands without a dimension stay."""
     if dim == rank:

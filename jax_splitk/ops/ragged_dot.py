@@ -241,8 +241,9 @@ def _laxs_dtype(x: jax.Array, y: jax.Array, sizes: jax.Array, numbers: Any, offs
     types = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in ((x.shape, x), (y.shape, y), (tuple(shape), sizes))]
     # On a mesh of explicit axes lax does not find out the sharding.
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    more = {"out_sharding": PartitionSpec()} if explicit else {}
-    return jax.eval_shape(lambda *operands: lax_ragged_dot_general(*operands, numbers, **more), *types).dtype
+    more: dict[str, Any] = {"out_sharding": PartitionSpec()} if explicit else {}
+    product = lambda x, y, sizes: lax_ragged_dot_general(x, y, sizes, numbers, **more)  # noqa: E731
+    return jax.eval_shape(product, *types).dtype
 
 
 def _precision(precision: Any, dtype: np.dtype) -> str:

@@ -12,9 +12,6 @@ from typing import Any, Literal
 from jax_splitk.problems.dot_layout import free_dimensions
 from jax_splitk.problems.ragged_dot import Mode
 
-# The batch dimensions of each operand.
-Batch = tuple[tuple[int, ...], ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -45,7 +42,7 @@ class RaggedLayout:
     groups: Any
     lhs: Operand
     rhs: Operand
-    batch: Batch
+    batch: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     rows_each: Any
     summed: tuple[int, ...]
     split: tuple[Any, ...]

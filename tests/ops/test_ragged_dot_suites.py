@@ -44,7 +44,7 @@ def test_dimensions_are_refused_in_laxs_words(i: int, offset: bool) -> None:
     with pytest.raises(TypeError) as theirs:
         lax.ragged_dot_general(lhs, rhs, sizes, _WRONG[i][3])
     with pytest.raises(TypeError) as ours:
-        more = {"group_offset": jnp.array([0])} if offset else {}
+        more: dict[str, Any] = {"group_offset": jnp.array([0])} if offset else {}
         jax_splitk.ragged_dot_general(lhs, rhs, sizes, _WRONG[i][3], **more)
     assert offset or str(ours.value) == str(theirs.value)
 

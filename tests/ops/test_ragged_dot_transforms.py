@@ -120,7 +120,7 @@ def test_every_pass_is_ours() -> None:
     named = [eqn.primitive.name for eqn in equations]
     assert named.count("jax_splitk_ragged_dot") == 3
     assert not {"transpose", "ragged_dot_general", "dot_general"} & set(named)
-    problems = [problem for _, problem in trace.ours(jax.make_jaxpr(gradient)(x, w).jaxpr, "cpu")]
+    problems: list[Any] = [problem for _, problem in trace.ours(jax.make_jaxpr(gradient)(x, w).jaxpr, "cpu")]
     assert [(p.mode, getattr(p, "rhs_order", "")) for p in problems] == [
         ("forward", "gkn"), ("rhs_gradient", "gkn"), ("forward", "gnk"),
     ]  # fmt: skip

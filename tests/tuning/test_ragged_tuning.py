@@ -28,10 +28,11 @@ PROBLEM = RaggedDotProblem("forward", 4, 96, 16, 32, "float32", "float32")
 def test_the_check_of_results_is_exact() -> None:
     """Block by block: in the memory of the operands, with every row multiplied once."""
     with seeded(470) as rng:
-        for mode, order, total, m in [
+        cases: list[tuple[Any, str, int, int]] = [
             ("forward", "gkn", 0, 1100), ("forward", "gnk", 6, 40), ("rhs_gradient", "gkn", 0, 1100),
             ("rhs_gradient", "gkn", 6, 7),
-        ]:  # fmt: skip
+        ]  # fmt: skip
+        for mode, order, total, m in cases:
             p = RaggedDotProblem(mode, 4, m, 5, 3, "float32", "float32", "highest", order, total)
             for sizes in (None, rng.integers(-3, 400, p.size_count)):
                 operands = integers(p, rng, sizes)
