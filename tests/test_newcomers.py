@@ -48,8 +48,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a weight that is not quantized": (
         lambda: jax_splitk.quantized_matmul(ROWS, KERNEL),
         TypeError,
-        "w of type ArrayImpl; accepted: QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor; of an array: "
-        "jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64)), once",
+        "w of type ArrayImpl; accepted: QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor; to pack an array "
+        "once: jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64))",
     ),
     "packing what is not quantized": (
         lambda: jax_splitk.prepack(KERNEL),

@@ -28,6 +28,7 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.ragged_dot import MODES, RaggedDotProblem
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import once, search, table
@@ -170,6 +171,10 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
         elif op == "dot_general":
             m, n, k = (8 * int(rng.integers(1, 40)) for _ in range(3))
             problem = DotProblem(1, m, n, 8 * k, "bkm", "bkn", dtype, out_dtype)
+        elif op == "ragged_dot":
+            m, k, n = (8 * int(rng.integers(1, 40)) for _ in range(3))
+            mode, groups = MODES[rng.integers(len(MODES))], int(rng.integers(1, 9))
+            problem = RaggedDotProblem(mode, groups, m, k, n, dtype, out_dtype)
         else:
             problem = random_product(rng)
         key = key_for(problem, target)

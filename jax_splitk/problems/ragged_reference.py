@@ -131,7 +131,8 @@ def _with_batch(x: jax.Array, dims: Sequence[int], shape: tuple[int, ...]) -> ja
 def _moved(x: jax.Array, by: jax.Array) -> jax.Array:
     """[..., m, k] with its rows rotated by `by` places, [..., 1]."""
     m = x.shape[-2]
-    rows = jnp.remainder(jnp.arange(m, dtype=jnp.int32) - by, jnp.asarray(m).astype(jnp.int32))
+    own = lax.broadcasted_iota(jnp.int32, (*by.shape[:-1], m), by.ndim - 1)
+    rows = jnp.remainder(own - by, jnp.asarray(m).astype(jnp.int32))
     return jnp.take_along_axis(x, rows[..., None], -2)
 
 

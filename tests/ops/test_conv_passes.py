@@ -254,7 +254,7 @@ def test_a_config_is_for_the_pass_that_the_caller_sees() -> None:
         assert_same(jax.jit(jax.vmap(run, (0, None)))(x[None], rhs)[0], run(x, rhs))
         d_x, d_rhs = jax.vjp(run, x, rhs)[1](run(x, rhs))
         assert (d_x.shape, d_rhs.shape) == (x.shape, rhs.shape)
-    with pytest.raises(TypeError, match=r"accepted: .*jax_splitk\.kernels\.conv\.host\.Config"):
+    with pytest.raises(TypeError, match=r"accepted: .*jax_splitk\.kernels\.cpu\.passes\.Config"):
         fprop(PLAIN, config=wgrad_host.Config(2, 64))(lhs, rhs)
     with pytest.raises(ValueError, match=r"splits 99; accepted: 1 to 36"):
         fprop(PLAIN, config=host.Config(99, 64))(lhs, rhs)

@@ -402,7 +402,7 @@ def test_shard_map(form: str) -> None:
     ({"config": object()}, TypeError, "of type object; accepted: None (leave it out"),
     ({"config": wgrad_host.Config(1, 64)}, TypeError,
      "of type jax_splitk.kernels.cpu.wgrad.Config; accepted: None (leave it out: the fastest is chosen), or the "
-     "Config of a family that computes quantized_matmul, e.g. jax_splitk.kernels.quantized."),
+     "Config of a family that computes quantized_matmul, e.g. jax_splitk.kernels.cpu.quantized."),
     ({"transposed": 3}, TypeError, "transposed of type int; accepted: PackedWeight, None"),
 ])  # fmt: skip
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
