@@ -4,7 +4,8 @@
     python -m tests.other_suites jax CHECKOUT     (of jax, of the installed release)
     python -m tests.other_suites qwix CHECKOUT    (of qwix, of the installed release)
 
-With `--lax` they run over lax's functions, for comparison. What they need: `pip install tokamax qwix pytest absl-py`.
+With `--lax` they run over lax's functions, for comparison. What they need:
+`pip install tokamax qwix chex pytest absl-py`.
 """
 
 import argparse
