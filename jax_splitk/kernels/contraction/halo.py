@@ -205,7 +205,7 @@ class Halo(SplitFamily[ConvWgradProblem, Config]):
         )
 
     def partial_size(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Of whole tiles."""
+        """Elements of a split's partial sums, including the parts of tiles beyond the result."""
         return self.thread_blocks(problem, config) * tile_bytes(problem) // 4
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:

@@ -116,7 +116,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
-        # Of float32 WGMMA wants the weight K-major, as an input gradient has it.
+        # WGMMA reads a float32 weight only K-major. An input gradient has it so, a forward pass has not.
         dtypes = refusals.HALVES if isinstance(p, ConvFpropProblem) else (*refusals.HALVES, "float32")
         return (
             refusals.dtypes(p, dtypes)

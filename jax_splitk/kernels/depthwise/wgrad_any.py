@@ -1,7 +1,8 @@
 """Kernel family: weight gradients of depthwise convolutions on Hopper, in fp32 on the CUDA cores (device code:
-depthwise/wgrad_any.cu). In 3D, of float32, of any number of channels, which depthwise/wgrad.py refuses, and in 1D.
+depthwise/wgrad_any.cu). It serves 1D, and problems that depthwise/wgrad.py refuses: 3D, float32, any number of
+channels.
 
-A thread slides down an image, or along it where that is one row, with the sums of all taps in registers.
+A thread slides down an image, or along it if the image is one row, with the sums of all taps in registers.
 """
 
 import dataclasses

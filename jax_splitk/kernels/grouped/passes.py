@@ -288,7 +288,7 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
         "shared_bytes": t.warps * 512 * (loads * conflicts + weights + stores) + moved,
         "instructions": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes),
         "l2_bytes": moved,
-        # Of a warp: its barrier, its first load, and products that wait for each other.
+        # A warp's turn: its barrier, its first load, and products that wait for each other.
         "turns": (2 * planes + products / 16) / _blocks_per_sm(p, config),
     }
 

@@ -77,7 +77,7 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """Of a line."""
+        """Pixels of a line."""
         return self.images * self.tile_q
 
     @property
