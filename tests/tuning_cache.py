@@ -49,7 +49,7 @@ ENVIRONMENT = (
 )
 
 
-# Of modules that tune the CPU's family.
+# Marks of modules that tune the CPU's family.
 TUNES_THE_CPU = [
     pytest.mark.usefixtures("cache"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family"),

@@ -1,4 +1,4 @@
-"""The package's kernel families, and those that `kernels.register` added, by operation.
+"""The kernel families of each operation: those of the package, and those that `kernels.register` added.
 
 `kernels` imports this when a family is first needed: building the dataclasses of these modules takes 0.1 s, and
 `import jax_splitk` needs none of them.

@@ -228,8 +228,8 @@ def _left_to_lax(
 
 
 def _laxs_dtype(x: jax.Array, y: jax.Array, sizes: jax.Array, numbers: Any, offset: bool) -> Any:
-    """Of lax's result. Raises TypeError, as lax does, where operands and dimension numbers do not belong together. With
-    a group_offset rhs may have fewer groups than group_sizes."""
+    """The dtype of lax's result. With a group_offset, rhs may have fewer groups than group_sizes. Raises TypeError, as
+    lax does, if operands and dimension numbers do not fit together."""
     shape = list(sizes.shape)
     if offset and shape and len(numbers.rhs_group_dimensions) == 1:
         groups = dict(enumerate(y.shape)).get(numbers.rhs_group_dimensions[0], shape[-1])

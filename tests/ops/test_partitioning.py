@@ -80,7 +80,7 @@ POINTWISE = dataclasses.replace(CONV, spatial=(8, 5), kernel=(1, 1))
 BOTH = ("data", "model")
 
 
-# Of the local lhs and g: batch, rows, channels.
+# lhs and g: batch, rows and channels of each device's part.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("conv", "lhs_spec", "g_spec", "out_spec", "lhs", "g", "exchanged"), [
     (CONV, ("data",), ("data",), (), "4x6x5x8", "4x6x5x16", ONE_SUM),
@@ -113,7 +113,7 @@ def test_weight_gradient(
             assert explained(conv.wgrad, *args) == problems
 
 
-# Of the operands: lhs and the weight, or g and the weight; then of the local lhs and g.
+# specs: of lhs and the weight, or of g and the weight. lhs and g: each device's part.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("op", "conv", "specs", "out_spec", "lhs", "g", "exchanged"), [
     ("fprop", CONV, (("data",), ()), ("data",), "4x6x5x8", "4x6x5x16", {}),

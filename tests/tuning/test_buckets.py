@@ -216,7 +216,7 @@ def test_a_siblings_times_are_tried_first_and_decide_nothing(
     assert found is not None
     assert (found.entry.key, found.where) == (key_of(32), "measured now")
     assert asked == [(32, theirs)]
-    # Of other GPUs nothing is known.
+    # An H100 PCIe is another kind of GPU, so the stored entry does not serve it.
     pcie = dataclasses.replace(h100, device_kind="NVIDIA H100 PCIe", cores=114)
     decided_here(key_of(32, pcie))
     assert asked[1:] == [(32, None)]

@@ -277,7 +277,7 @@ def call_buffers(problem: Problem | ConvProblem, workspace_bytes: int = 0) -> tu
 
 
 def box_map(p: Any, buffer: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
-    """Of boxes (innermost dimension first) of an operand that has or is seen as having that shape, under the swizzle of
+    """The tensor map of an operand, read in boxes (innermost dimension first) as an array of `shape`. The swizzle fits
     a box's rows of 16 to 128 bytes."""
     dims, item = shape[::-1], jnp.dtype(p.dtype).itemsize
     swizzle = (box[0] * item // 16).bit_length() - 1  # CUtensorMapSwizzle

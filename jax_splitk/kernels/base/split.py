@@ -60,11 +60,11 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return None if reason is None else f"{window}: with the smallest tile {reason}"
 
     def thread_blocks(self, problem: _Problem, config: _Config) -> int:
-        """Of one split."""
+        """Thread blocks of one split."""
         return math.prod(self.tile_counts(problem, config)) * self.grid_groups(problem)
 
     def reduction_blocks(self, problem: _Problem, config: _Config) -> int:
-        """Of which each split has as many or one less."""
+        """Blocks of the reduction. The splits get equal numbers of them, or differ by one."""
         return math.prod(self.block_counts(problem, config))
 
     def grid_groups(self, problem: _Problem) -> int:
@@ -147,7 +147,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return {**types, "CTAS_PER_SM": self.blocks_per_sm(problem, config)}
 
     def grid(self, problem: _Problem, config: Any) -> tuple[int, int, int]:
-        """Of the main kernel."""
+        """The main kernel's grid."""
         groups = self.grid_groups(problem)
         return self.thread_blocks(problem, config) // groups, config.splits, groups
 
@@ -156,7 +156,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return Pointer(len(self.buffers(problem, config)) - 2)
 
     def epilogue_params(self, problem: _Problem) -> tuple[Param, ...]:
-        """Of the kernel that stores the result, after all others."""
+        """Parameters of the epilogue, the last ones of the kernel that stores the result."""
         return ()
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
 """Kernel family: weight gradients of unit-stride 2D convolutions that load each input row once for all filter taps
 (device code: contraction/halo.cu).
 
-An implicit GEMM reads its input from the L2 once per filter tap, which bounds it where channels are few. It also loses
-to tiles that do not fit the filter, which is 64 output channels by 9 taps of 64 input channels here.
+An implicit GEMM reads its input from the L2 once per filter tap, which bounds it with few channels. It also loses time
+if tiles do not fit the filter. A tile here has 64 output channels by 9 taps of 64 input channels.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class Config:
 
 
 def taps(problem: ConvWgradProblem) -> tuple[int, int]:
-    """Filter rows and columns of a thread block's tile, which has 64 output and 64 input channels: equal parts of the
-    filter, as few as there may be."""
+    """Filter rows and columns of a thread block's tile, which has 64 output and 64 input channels: the fewest equal
+    parts of the filter."""
     height, width = (equal_parts(n, most)[0] for n, most in zip(problem.kernel_spatial, MAX_TAPS, strict=True))
     return height, width
 
@@ -74,7 +74,7 @@ def buffer_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 
 def buffers(problem: ConvWgradProblem, config: Config) -> int:
-    """Strips that fit in shared memory at a time; 0 where none does."""
+    """Strips that fit in shared memory at a time; 0 if none does."""
     fitting = (SHARED_BYTES - RESERVED_BYTES) // buffer_bytes(problem, config)
     return min(fitting, MAX_LINES // lines(problem, config))
 
@@ -84,7 +84,7 @@ def shared_bytes(problem: ConvWgradProblem, config: Config) -> int:
 
 
 def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
-    """Output rows whose products are issued together: at least four of each warpgroup, if the rows divide so."""
+    """Output rows whose products are issued together: at least four for each warpgroup, if the rows divide so."""
     row = 2 if pairs(config) else 1
     rows = row * max(1, 4 * 16 // (config.tile_q * row))
     while rows > row and (problem.output_spatial[0] % rows or config.tile_p % rows):
@@ -93,12 +93,12 @@ def batch_rows(problem: ConvWgradProblem, config: Config) -> int:
 
 
 def pairs(config: Config) -> bool:
-    """Whether a block of 16 pixels is 8 of each of two rows."""
+    """Whether a block of 16 pixels has 8 pixels from each of two rows."""
     return config.tile_q % 16 != 0
 
 
 def _smallest_strip(problem: ConvWgradProblem) -> tuple[int, int]:
-    """Its rows and columns."""
+    """The rows and columns of the smallest strip."""
     return (1, 16) if problem.output_spatial[0] % 2 else (2, 8)
 
 
@@ -121,7 +121,7 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
 
 
 class Halo(SplitFamily[ConvWgradProblem, Config]):
-    """Its estimates are comparable with the other families', and decide."""
+    """Its estimates are comparable with those of other families, so they decide."""
 
     name = "wgrad_halo"
     ABI = 1
@@ -154,13 +154,13 @@ class Halo(SplitFamily[ConvWgradProblem, Config]):
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "strips")
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
-        """Blocks of filter rows and columns, of input channels, of output channels."""
+        """Numbers of blocks along filter rows and columns, input channels and output channels."""
         (r, s), (taps_h, taps_w) = problem.kernel_spatial, taps(problem)
         slots, k_blocks = (-(-channels // CHANNELS) for channels in problem.group_channels)
         return -(-r // taps_h), -(-s // taps_w), slots, k_blocks
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-        """Images, strips of rows, strips of columns."""
+        """Numbers of images, strips of rows, and strips of columns."""
         p, q = problem.output_spatial
         return problem.batch, -(-p // config.tile_p), q // config.tile_q
 
@@ -205,7 +205,7 @@ class Halo(SplitFamily[ConvWgradProblem, Config]):
         )
 
     def partial_size(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Of whole tiles."""
+        """Elements of a split's partial sums, including the parts of tiles beyond the result."""
         return self.thread_blocks(problem, config) * tile_bytes(problem) // 4
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:

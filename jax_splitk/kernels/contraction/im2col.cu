@@ -27,8 +27,9 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
 // A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, GROUPED, ROW_BYTES (bytes of a block of
-// channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, OWN_STORES (see contraction/persistent.cuh),
-// and those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
+// channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, OWN_STORES (see
+// contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
+// device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
 #include "device/split_k.cuh"
@@ -51,10 +52,10 @@ static_assert(PERSISTENT || !SWAP, "partial sums have pixels as rows");
 
 constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 
-// Of a tile, and where a stage has the operands.
+// Sizes of a tile, and the positions of its operands in a stage.
 constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
 constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
-// Of a block, in a stage. Channels of an MN-major weight lie in boxes of at most 64.
+// Sizes of a block in a stage. Channels of an MN-major weight lie in boxes of at most 64.
 constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
 constexpr int WEIGHT_PART = CHANNELS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
 constexpr int N_ROW = CHANNELS < 64 ? CHANNELS * 2 : 128, N_BOX = BLOCK_K * N_ROW;

@@ -4,12 +4,11 @@ contraction/im2col.cu).
 Implicit GEMM ("Implicit GEMM Convolution" in CUTLASS's documentation) of [pixels, taps * channels] by [taps * channels,
 output channels], whose reduction may be split: see `SplitFamily`.
 
-An input gradient is a forward pass of g with the mirrored weight. Where it has strides, each residue of its pixels
-modulo the stride meets taps of its own: a phase, which is a dense pass with unit strides over these. Nothing is
-multiplied by zeros in between, and all phases are one launch. Dilation of a forward pass's lhs is the same.
-
-Where tiles are narrow, loads are the limit. Few channels have narrower rows of shared memory, so that little of it is
-zeros, and the taps of a filter row may share what they read: see `row_bytes` and `Config`.
+An input gradient is a forward pass of g with the mirrored weight. If it has strides, the pixels of each residue modulo
+the stride use taps of their own. They form a phase: a dense pass with unit strides over these taps. So no product has a
+zero from the dilation, and one launch computes all phases. The dilation of a forward pass's lhs is treated in the same
+way. With narrow tiles loads are the limit. So few channels get narrower rows of shared memory, with fewer zeros, and
+the taps of a filter row may share the pixels that they read: see `row_bytes` and `Config`.
 """
 
 import dataclasses
@@ -76,8 +75,8 @@ def _channel_blocks(problem: ConvProblem) -> int:
 
 
 def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
-    """on_d, on_h, on_w of the device code: of each axis its residues, whose taps are those of the weight as it is; as
-    many of each axis, so that device code is the same for many strides."""
+    """on_d, on_h, on_w of the device code: the residues of each axis, with taps counted in the original weight. All
+    axes have equally many, so that device code is the same for many strides."""
     mirrored, found, pitch = not isinstance(problem, ConvFpropProblem), {}, 1
     of = axes(problem, config.taps)
     size = 1 << (max(len(axis.residues) for axis in of) - 1).bit_length()
@@ -100,14 +99,14 @@ def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
 
 
 def _tap_steps(problem: ConvProblem) -> tuple[int, ...]:
-    """From a tap of a residue to its next, in the weight as it is."""
+    """Distances of a residue's neighbouring taps in the original weight."""
     sign, of = 1 if isinstance(problem, ConvFpropProblem) else -1, axes(problem)
     pitches = [math.prod(other.kernel for other in of[i + 1 :]) for i in range(len(of))]
     return tuple(sign * axis.tap_step * pitch for axis, pitch in zip(of, pitches, strict=True))
 
 
 class Im2colConv(TileFamily[ConvProblem, Config]):
-    """All channels of a group with all."""
+    """Serves convolutions in which all channels of a group are connected."""
 
     ABI = 3
     file = "contraction/im2col.cu"
@@ -117,7 +116,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
-        # Of float32 WGMMA wants the weight K-major, as an input gradient has it.
+        # WGMMA reads a float32 weight only K-major. An input gradient has it so, a forward pass has not.
         dtypes = refusals.HALVES if isinstance(p, ConvFpropProblem) else (*refusals.HALVES, "float32")
         return (
             refusals.dtypes(p, dtypes)
@@ -135,7 +134,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return None
 
     def _channels_refusal(self, p: ConvProblem) -> str | None:
-        """Contiguous ones are loaded by 16 bytes, the result's are stored by fours."""
+        """Contiguous channels are loaded in units of 16 bytes, and the result's are stored by fours."""
         loaded = 16 // jnp.dtype(p.dtype).itemsize
         of_lhs, of_g = (loaded, loaded) if isinstance(p, ConvFpropProblem) else (4, loaded)
         if p.in_channels % of_lhs or p.out_channels % of_g:
@@ -206,7 +205,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return [*super().candidates(problem, target), *self._persistent(problem, target)]
 
     def _persistent(self, problem: ConvProblem, target: Target) -> list[Config]:
-        """A persistent thread block on each multiprocessor: the best few tiles by the model."""
+        """A persistent thread block on each multiprocessor, with the best few tiles by the model."""
         if not can_persist(problem):
             return []
         found = []
@@ -221,8 +220,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return self.by_estimate(problem, found, target)[:_PERSISTENT]
 
     def _with_kept_weight(self, problem: ConvProblem, config: Config) -> Config:
-        """With fewer thread blocks and stages, such that each column is a thread block's own and the stages hold whole
-        reductions; as it is, where none are left."""
+        """The config with fewer thread blocks and stages, so that each thread block has one column of tiles, and the
+        stages hold whole reductions; unchanged if that leaves none."""
         columns, chain = self._columns(problem, config), self.chains(problem, config)[0]
         stages, workers = config.stages // chain * chain, config.workers // columns * columns
         if stages < MIN_STAGES or not workers:
@@ -235,17 +234,17 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return whole and phases(problem) == 1 and config.stages % self.chains(problem, config)[0] == 0
 
     def _stores_itself(self, problem: ConvProblem, config: Config) -> bool:
-        """Whether a team of a persistent thread block stores its tiles: where products take less time than other warps
-        need to store, for it disturbs the products of longer reductions."""
+        """Whether a team of a persistent thread block stores its own tiles: if products take less time than other warps
+        need to store. Storing disturbs the products of longer reductions."""
         steps = sum(self.chains(problem, config)) * config.taps * _STEPS_OF_STAGE
         return config.teams > 1 and _rows_lie_apart(problem, config) and steps <= _OWN_STEPS * phases(problem)
 
     def _columns(self, problem: ConvProblem, config: Config) -> int:
-        """Of tiles, in all groups."""
+        """Columns of tiles, in all groups."""
         return tile_counts(problem, config)[1] * problem.feature_group_count
 
     def _shared(self, problem: ConvProblem) -> list[int]:
-        """Taps of a filter row that a stage of a candidate has."""
+        """Numbers of a filter row's taps that a stage of a candidate may have."""
         taps = shared_taps(problem)
         gains = taps > 1 and pixels(problem, taps) <= _MAX_BEYOND * pixels(problem)
         return [1, taps] if gains else [1]
@@ -294,7 +293,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
-        """Of few columns only the narrowest that have them."""
+        """The possible tiles; for few columns only the narrowest tiles that hold them."""
         columns = forward(problem).group_channels[1]
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
         return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
@@ -364,7 +363,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         )
 
     def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
-        """`tiles`: of a phase."""
+        """`tiles`: the tiles of a phase."""
         return {"tiles": tile_count(problem, config), "keeps_weight": int(self.keeps_weight(problem, config))}
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
@@ -398,7 +397,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
 
 def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:
-    """Lines that TMA's rows touch for a tile of so many stages, with all its phases: loads and stores."""
+    """Lines that TMA's rows touch for a tile of `stages` stages, with all its phases: loads and stores."""
     of, blocks = forward(problem), stages * ROW_BYTES // row_bytes(problem)
 
     def rows(count: int, pitch: int) -> float:
@@ -413,8 +412,8 @@ def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight
 
 
 def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
-    """Whether neighbouring rows of a tile may not be neighbours in the output: those of a phase, or with others between
-    them that are not stored."""
+    """Whether neighbouring rows of a tile may not be neighbours in the output: rows of a phase, or rows with others
+    between them that are not stored."""
     return config.taps > 1 or any(axis.up > 1 for axis in axes(problem))
 
 
@@ -423,12 +422,12 @@ def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:
 
 
 def _is_whole(problem: ConvProblem, config: Config) -> bool:
-    """Whether tiles begin and end with boxes of a forward pass's weight."""
+    """Whether tiles begin and end at the boxes of a forward pass's weight."""
     return config.channels >= BOX and is_whole(problem.group_channels[1])
 
 
 def _result_map(problem: ConvProblem) -> plan.TiledMap:
-    """Of the output's channels by groups: what a tile has beyond its group's is not stored."""
+    """The map of the output, with its channels by groups: columns of a tile beyond its group are not stored."""
     columns, groups, item = forward(problem).group_channels[1], problem.feature_group_count, 2
     dims = columns, groups, pixels(problem)
     return plan.TiledMap(2, problem.out_dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))

@@ -1,9 +1,9 @@
 """Kernel families: convolutions whose filter is as large as its stride, forward passes and weight gradients, as matrix
 products by dot_tma's kernels (device code: contraction/products.cu with contraction/patch.cuh).
 
-A patch is a window that no other overlaps. Along columns the input [N, H, columns * kw, C] is [N, H, columns, kw * C]
-as it lies in memory; along rows and planes TMA's im2col mode walks the windows. So the products read and write the
-images as they are.
+A patch is a window that no other window overlaps. Along columns the input [N, H, columns * kw, C] is the array [N, H,
+columns, kw * C] in memory; along rows and planes TMA's im2col mode steps over the windows. So the products read and
+write the images without transposes.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def _is_strided(g: Geometry) -> bool:
 
 
 def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
-    """Boxes of so many pixels' windows, of `_CHUNK` elements of a filter row."""
+    """A map with boxes of `pixels` windows, and `_CHUNK` elements of a filter row."""
     g, row, item = geometry(p, 3), _row(p), 2
     line = g.size[2] * p.in_channels * item
     plane = g.size[1] * line
@@ -88,8 +88,8 @@ class _Product(DotProblem):
 
 
 class _Products(tma.Tma):
-    """dot_tma, with windows as an operand. Filter rows pad to whole chunks of a reduction and of rows
-    of the result. Its problems are `_Product`s."""
+    """The family `dot_tma` with windows as an operand. Filter rows are padded to whole chunks of the reduction, or of
+    the result's rows. Its problems are `_Product`s."""
 
     def args(self, problem: Any, config: Config) -> Struct:
         p: ConvProblem = problem.conv
@@ -124,7 +124,7 @@ class _Products(tma.Tma):
 
 
 class Patch(Translated[ConvProblem, Config]):
-    """One of the passes: 1 the forward pass, 2 the weight gradient."""
+    """Computes one of the passes: 1 the forward pass, 2 the weight gradient."""
 
     def __init__(self, name: str, patch: int) -> None:
         super().__init__(_Products(Config), name)

@@ -1,8 +1,8 @@
-"""Kernel family: matrix products on Hopper whose operands go by TMA to WGMMA as they are (device code:
+"""Kernel family: matrix products on Hopper, whose operands TMA loads for WGMMA without conversion (device code:
 contraction/products.cu).
 
-The output is cut into tiles and the reduction over k into splits: see `SplitFamily`. What adds the splits computes
-the epilogue, too, once (device/epilogue.cuh).
+The output is cut into tiles and the reduction over k into splits: see `SplitFamily`. The code that adds the splits also
+computes the epilogue (device/epilogue.cuh).
 """
 
 import dataclasses
@@ -64,8 +64,8 @@ def tile_counts(problem: DotProblem, config: Config) -> tuple[int, int]:
 
 
 def chained_stages(problem: DotProblem, config: Config) -> int:
-    """Stages that the tensor cores add before fp32 additions do (macro CHAIN), 0 for all of a split: one of e4m3, whose
-    sums have 13 bits."""
+    """Stages that the tensor cores add before fp32 additions continue (macro CHAIN); 0 for all stages of a split. For
+    e4m3, whose sums have 13 bits, it is one stage."""
     if problem.dtype == E4M3:
         return 1
     blocks = -(-k_blocks(problem) // config.splits)
@@ -74,8 +74,8 @@ def chained_stages(problem: DotProblem, config: Config) -> int:
 
 
 def _tf32_refusal(problem: DotProblem) -> str | None:
-    """Why a float32 product is not for tf32, None for others: of vectors, outer products and the smallest products XLA
-    makes loops in float32."""
+    """Why a float32 product does not use tf32; None if it does. XLA computes vectors, outer products and the smallest
+    products as loops in float32."""
     p = problem
     if p.dtype != "float32":
         return None
@@ -89,12 +89,12 @@ def _tf32_refusal(problem: DotProblem) -> str | None:
 
 
 def _large_tiles(problem: DotProblem) -> int:
-    """Of 128 x 128."""
+    """Number of tiles of 128 x 128."""
     return -(-problem.m // 128) * -(-problem.n // 128) * problem.batch
 
 
 def _floor_seconds(problem: DotProblem) -> float:
-    """By the GPU's rates."""
+    """Seconds at the GPU's rates."""
     return max(problem.flops / _LIBRARY_FLOPS, problem.bytes_moved / _LIBRARY_BYTES)
 
 
@@ -103,7 +103,7 @@ def _is_slight(problem: DotProblem) -> bool:
 
 
 def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
-    """Of device/epilogue.cuh; none for a product alone."""
+    """Macros of device/epilogue.cuh; none for a product without an epilogue."""
     if not problem.epilogue:
         return {}
     return {
@@ -116,7 +116,7 @@ def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
 
 
 class Tma(TileFamily[DotProblem, Config]):
-    """Chosen wherever it is legal and predicted to be the fastest."""
+    """Preferred whenever it is legal and predicted to be the fastest."""
 
     name = "dot_tma"
     ABI = 1
@@ -243,7 +243,7 @@ class Tma(TileFamily[DotProblem, Config]):
         return lhs, operand_map(1, p.dtype, p.rhs_shape, p.rhs_order, config.tile_n)
 
     def epilogue_params(self, problem: DotProblem) -> tuple[plan.Param, ...]:
-        """(bias, residual); of one that is not there lhs, which is not read."""
+        """(bias, residual). A missing one is replaced by lhs, which is not read."""
         if not problem.epilogue:
             return ()
         bias, residual = problem.bias != "none", problem.residual_dtype != "none"

@@ -97,7 +97,7 @@ class TileFamily(SplitFamily[_Problem, _Config]):
             yield from (c for c in fitting if self.config_refusal(problem, c) is None)
 
     def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
-        """Of every tile the best few ways to split by the model."""
+        """For every tile, the best few ways to split by the model."""
         tiles = (self.in_waves(problem, whole, target) for whole in self.variants(problem, target))
         return self.best_of_each(problem, tiles, 4, target)
 
@@ -160,7 +160,7 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         return config.reduction == "workspace"
 
     def partial_size(self, problem: _Problem, config: _Config) -> int:
-        """Of whole tiles."""
+        """Elements of a split's partial sums, including the parts of tiles beyond the result."""
         return self.thread_blocks(problem, config) * config.tile_m * config.tile_n
 
     def macros(self, problem: _Problem, config: _Config) -> dict[str, int]:

@@ -316,8 +316,8 @@ class Im2col(SplitFamily[ConvWgradProblem, Config]):
         return self.launch(problem, config, config.threads, config.shared_bytes, *params)
 
     def _tail_args(self, problem: ConvWgradProblem, config: Config) -> Struct:
-        """Of plans that split the last tiles only: the tiles that are whole, the rest, and the splits of each of
-        these."""
+        """Arguments of plans that split only the last tiles: the number of whole tiles, the number of other tiles, and
+        the splits of each of these."""
         rest = self.rest_tiles(problem, config)
         return Struct("TailArgs", {"whole": config.whole_tiles, "rest": rest, "splits": config.splits})
 

@@ -63,7 +63,7 @@ __device__ inline void stage_weights(const Element* __restrict__ w, const Place&
 
 // A lane's registers of B, of all channels and rows of taps.
 using Bands = uint32_t[EACH][KERNEL_D * KERNEL_H][K_STEPS][2];
-// Of the rows that a step reaches, the first of which it completes.
+// Sums of the rows that a step reaches. The step completes the first of these rows.
 using Sums = float[EACH][PLANES][WINDOW][4];
 
 __device__ inline void read_bands(uint32_t weights, Bands& bands) {

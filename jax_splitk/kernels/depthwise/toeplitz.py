@@ -2,8 +2,8 @@
 matrices of the filter's rows (device code: depthwise/toeplitz.cu, which defines tile, window, chunk, line, step and
 stage).
 
-Of the 2048 products of an MMA 128 times the taps of a row are of use, 44% for a row of 7. That is still more than the
-CUDA cores do, and each element is read from shared memory twice, whatever the number of taps.
+An MMA has 2048 products, of which 128 times the taps of a row are useful: 44% for a row of 7. This is still faster than
+the CUDA cores, and reads each element from shared memory only twice for any number of taps.
 """
 
 import collections
@@ -48,13 +48,11 @@ class Config:
     """How a pass is computed.
 
     Attributes:
-      channels: of a thread block.
-      tiles: of 8 columns, of a thread block; as many lines as leave at most 16 windows.
-      rows, planes: of the output, of a line.
-      step: rows of the output between two barriers.
-      ahead: stages whose loads are under way.
-      tall: lines are strips of all images on top of each other, with what padding both want between two of them.
-      turns: 2: half of the warps multiply while the others load and store.
+      channels: channels of a thread block. tiles: tiles of 8 columns of a thread block, which has as many lines as give
+        at most 16 windows. rows, planes: rows and planes of the output in a line. step: rows of the output between two
+        barriers. ahead: stages whose loads are under way. tall: whether lines are strips of all images on top of each
+        other, with padding between two images that serves both. turns: with 2, half of the warps multiply while the
+        others load and store.
     """
 
     channels: int
@@ -69,7 +67,7 @@ class Config:
 
 @functools.lru_cache(maxsize=4096)
 def _forward(problem: ConvProblem) -> Geometry:
-    """Where the images are single rows, they are the rows of one image."""
+    """The forward pass's geometry. If the images are single rows, they are seen as the rows of one image."""
     g = geometry(passes.forward(problem), 3)
     if g.size[:2] == g.out[:2] == g.kernel[:2] == (1, 1) and g.pad[:2] == (0, 0):
         rows = (1, g.batch)
@@ -78,8 +76,8 @@ def _forward(problem: ConvProblem) -> Geometry:
 
 
 def _period(g: Geometry) -> int:
-    """Rows of the output from one image to the next, of tall lines: what the output's rows read of the next image is
-    the padding above it, and what lies below an image the padding of both."""
+    """Rows of the output from one image to the next in tall lines. Rows that reach into the next image read the padding
+    that both images share."""
     reached, pad = (g.out[1] - 1) * g.stride[1] + g.kernel[1], g.pad[1]
     rows = max(min(g.size[1] + pad, reached), reached - max(pad, 0))
     return max(g.out[1], -(-rows // g.stride[1]))
@@ -131,7 +129,7 @@ class Tiling:
 
 
 def _pitches(size: int, parts: int) -> tuple[int, int, int]:
-    """Of channels of so many 16 bytes."""
+    """Pitches for channels of `size` times 16 bytes."""
     of_channel, of_part = _PITCHES[parts]
     pitch = size + (of_channel - size) % 8
     return pitch, 8 * pitch + of_part, parts * (8 * pitch + of_part)
@@ -192,7 +190,7 @@ def _tiling(p: ConvProblem, config: Config, each: int) -> Tiling:
 
 
 def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
-    """By shared memory and registers."""
+    """Thread blocks of an SM, by shared memory and registers."""
     t = tiling(p, config)
     by_memory = _SM_SHARED_BYTES // (t.shared_bytes + _RESERVED_BYTES)
     by_registers = _REGISTERS // (32 * t.warps * -(-t.registers // 8) * 8)
@@ -200,7 +198,7 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
 
 
 def _shares(p: ConvProblem, config: Config, target: Target) -> list[int]:
-    """Rows of tall lines with which thread blocks have equal shares, in one to four for each SM."""
+    """Rows of tall lines for which thread blocks have equal shares, with one to four thread blocks for each SM."""
     g, t = _forward(p), tiling(p, config)
     if g.batch == 1 or t.plane_blocks > 1:
         return []
@@ -213,7 +211,7 @@ def _shares(p: ConvProblem, config: Config, target: Target) -> list[int]:
 
 
 def _first(p: ConvProblem, channels: int) -> Config:
-    """The config of so many channels with the fewest registers and the least shared memory."""
+    """The config with `channels` channels, the fewest registers and the least shared memory."""
     g = _forward(p)
     return Config(channels, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, 2, _AHEAD[0])
 
@@ -237,7 +235,7 @@ def _limits_refusal(t: Tiling) -> str | None:
 
 
 def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
-    """What a stage takes of an SM."""
+    """The work of a stage on an SM."""
     g, t = _forward(p), tiling(p, config)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
@@ -254,7 +252,7 @@ def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
 
 
 class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
-    """One input channel to each output channel, unit dilations."""
+    """Serves one input channel for each output channel, and unit dilations."""
 
     ABI = 2
     file = "depthwise/toeplitz.cu"
@@ -311,7 +309,7 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
         return max(1, _blocks_per_sm(problem, config))
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        """The best by the model, few of each kind."""
+        """The best configs by the model, a few of each kind."""
         found = [c for c in self._variants(problem, target) if self.config_refusal(problem, c) is None]
         found = found or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()

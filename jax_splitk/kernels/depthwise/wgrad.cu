@@ -45,7 +45,8 @@
 #include "device/skeleton.cuh"
 #include "device/split_k.cuh"
 
-// Of a thread block's along a row: how many, columns from one to the next and from the first to the last.
+// Taps of a thread block along a row: their number, and the columns between neighbouring taps and between the
+// first and the last.
 constexpr int TAPS = SIZE_W, SHIFT = SHIFT_W, REACH = (TAPS - 1) * SHIFT;
 
 using Element = TypeOf<ELEMENT>::type;
@@ -62,7 +63,8 @@ constexpr bool SHARED_OUT = PASSES > 1 || (WARPS == 16 && (CHAIN > 0 || (TAPS - 
 constexpr int PASSES_REGS = larger(104 + 16 * TAPS, 144) + (CHAIN > 0 ? 8 : 0);  // four passes
 constexpr int CONSUMER_REGS = !SHARED_OUT ? START_REGS : PASSES == 1 ? START_REGS + 8 : PASSES_REGS;
 constexpr int PRODUCER_REGS = (THREADS * START_REGS - CONSUMERS * CONSUMER_REGS) / (32 * PRODUCERS) / 8 * 8;
-// Of a producer's slots, of 4 registers each. Where segments are images' addresses take more registers.
+// Slots of a producer, of 4 registers each. Addresses take more registers if segments come from different
+// images.
 constexpr int MAX_IN_FLIGHT = smaller((PRODUCER_REGS - 32) / 4, PASSES > 1 && SEGMENTS < 4 ? 8 : 12);
 constexpr int PARTS = CHANNELS / 8;  // of a pixel, each 16 bytes
 constexpr int X_WORDS = (SEGMENT + REACH + 1) / 2, Y_WORDS = SEGMENT / 2;
@@ -76,7 +78,7 @@ constexpr int column_at(int at) {  // and back
   return (at / 2 % 2 * STEPS + at / 4 % STEPS) * 2 + at % 2 + at / (4 * STEPS) * 4 * STEPS;
 }
 
-// Of a tile of one segment X's columns beyond those of use are not read: they are zeros or multiplied by
+// A tile with one segment does not read X's columns beyond the used ones: they are zeros or multiplied by
 // zeros.
 static_assert(SEGMENTS > 1 || X::ROW_CHUNKS <= X::WRITTEN,
               "all that is read of X is written for every block");
@@ -158,7 +160,7 @@ struct Operand {
   int h0, w0, column;
   int batch;  // images from this lane's on; 0 where its part is beyond the channels
   int at;     // of its row of a matrix, in bytes
-  // Of the row that is read:
+  // The row that is read:
   const char* row_data;
   int w, images;
 

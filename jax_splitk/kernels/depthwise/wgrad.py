@@ -30,7 +30,7 @@ CHANNELS = (8, 16, 32)
 SEGMENTS = (1, 2, 4)
 MAX_STAGES = 6
 MAX_ROW_REACH = 8  # a product has 16 rows of X for 8 of dY
-# Of a row, in registers: columns beyond a segment, and accumulators; fewer where a warp has four channels.
+# Limits of a row in registers: columns beyond a segment, and accumulators. They are lower for four channels a warp.
 MAX_COLUMN_REACH = 12
 MAX_COLUMN_TAPS = 9
 MAX_WIDE_TAPS = 5

@@ -59,7 +59,7 @@ struct Item {
     image = item / divide_up(STEPS, ROWS);
   }
   __device__ int row(int step) const { return ALONG_W ? 0 : step; }
-  // Of the strip's first column, and of the first one that no strip before it has.
+  // Columns of the output: the strip's first one, and the first one that no strip before it has.
   __device__ int column(int step) const { return min(own(step), OUTPUT_W - COLUMNS); }
   __device__ int own(int step) const { return (ALONG_W ? step : across) * COLUMNS; }
 };
@@ -118,7 +118,7 @@ __device__ inline void load_g(const Word* __restrict__ g, const Item& item, int 
   }
 }
 
-// Of the plane that tap t meets.
+// Loads the plane of x that tap t reads.
 __device__ inline void load_x(const Word* __restrict__ x, const Item& item, int t, int step, Lines& lines) {
   const int plane = item.plane * STRIDE_D - PAD_D + t * DILATION_D;
   const int column = item.column(step) * STRIDE_W - PAD_W;

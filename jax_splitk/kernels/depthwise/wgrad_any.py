@@ -1,7 +1,8 @@
 """Kernel family: weight gradients of depthwise convolutions on Hopper, in fp32 on the CUDA cores (device code:
-depthwise/wgrad_any.cu). In 3D, of float32, of any number of channels, which depthwise/wgrad.py refuses, and in 1D.
+depthwise/wgrad_any.cu). It serves 1D, and problems that depthwise/wgrad.py refuses: 3D, float32, any number of
+channels.
 
-A thread slides down an image, or along it where that is one row, with the sums of all taps in registers.
+A thread slides down an image, or along it if the image is one row, with the sums of all taps in registers.
 """
 
 import dataclasses
@@ -43,12 +44,10 @@ class Config:
     """How a weight gradient is computed.
 
     Attributes:
-      columns: of a thread's strip, at most the output's.
-      rows: steps that a thread takes before its next strip; each is a row of the strip, or `columns` columns of an
-        image of one row.
-      lanes: neighbouring words of channels of a thread block; threads beside them have other strips.
-      warps: of a thread block.
-      splits: parts into which the strips are cut; none may be empty.
+      columns: columns of a thread's strip, at most the output's. rows: steps that a thread takes before its next strip;
+        each is a row of the strip, or `columns` columns of an image of one row.
+      lanes: neighbouring words of channels of a thread block; other threads of a warp have other strips. warps: warps
+        of a thread block. splits: parts of the strips; none may be empty.
     """
 
     columns: int
@@ -59,13 +58,14 @@ class Config:
 
     @property
     def strips(self) -> int:
-        """That a thread block works on side by side."""
+        """Strips on which a thread block works side by side."""
         return 32 * self.warps // self.lanes
 
 
 @functools.lru_cache(maxsize=4096)
 def _seen(p: ConvWgradProblem) -> Geometry:
-    """As the device code sees it: a thread slides along the middle dimension, or where that is 1, the last one."""
+    """The geometry that the device code sees: a thread slides along the middle dimension or, if its size is 1, along
+    the last one."""
     g = geometry(p, 3)
     if g.size[0] == g.kernel[0] == g.out[0] == 1 and _window(g) > _MAX_WINDOW:
         given = {name: value for name, value in vars(g).items() if isinstance(value, tuple)}
@@ -74,7 +74,7 @@ def _seen(p: ConvWgradProblem) -> Geometry:
 
 
 def _window(g: Geometry) -> int:
-    """Rows of g that a row of x meets, as far as they must be kept."""
+    """Rows of g that a thread must keep, because a row of x multiplies them."""
     return g.reach[1] // g.stride[1] + 1
 
 
@@ -83,7 +83,7 @@ def _is_along_w(g: Geometry) -> bool:
 
 
 def _channels(p: ConvWgradProblem) -> int:
-    """Of a word: two of 16 bits where pixels are whole words."""
+    """Channels of a word: two 16-bit channels if pixels are whole words."""
     paired = p.in_channels == p.out_channels and p.in_channels % 2 == 0
     return 2 if paired and jnp.dtype(p.dtype).itemsize == 2 else 1
 
@@ -93,14 +93,14 @@ def _words(p: ConvWgradProblem) -> int:
 
 
 def _strips(p: ConvWgradProblem, config: Config) -> tuple[int, int]:
-    """Of a plane: side by side, and one after the other."""
+    """Strips of a plane: side by side, and one after the other."""
     g = _seen(p)
     across = 1 if _is_along_w(g) else -(-g.out[2] // config.columns)
     return across, -(-_steps(p, config.columns) // config.rows)
 
 
 def _steps(p: ConvWgradProblem, columns: int) -> int:
-    """From one end of an image to the other."""
+    """Steps from one end of an image to the other."""
     g = _seen(p)
     return -(-g.out[2] // columns) if _is_along_w(g) else g.out[1]
 
@@ -111,7 +111,7 @@ def _items(p: ConvWgradProblem, config: Config) -> int:
 
 
 def _read(g: Geometry, axis: int, outputs: int) -> int:
-    """Pixels of x that so many pixels of g meet along an axis."""
+    """Pixels of x that `outputs` pixels of g need along an axis."""
     taps = range(g.kernel[axis])
     return len({i * g.stride[axis] + t * g.dilation[axis] for i in range(outputs) for t in taps})
 
@@ -123,14 +123,15 @@ def _loaded(g: Geometry, config: Config) -> int:
 
 
 def _registers(p: ConvWgradProblem, config: Config) -> int:
-    """Sums, g's rows, what is loaded while what was is multiplied, and the rest: as many as ptxas was seen to take."""
+    """A thread's registers: sums, rows of g, words being loaded and multiplied, and others, as observed with ptxas."""
     g, loaded = _seen(p), _loaded(_seen(p), config)
     values = (p.taps + _window(g) * config.columns) * _channels(p) + 2 * loaded + config.columns
     return values + (28 if _window(g) == 1 else 40 + _window(g))
 
 
 class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
-    """One input channel to each output channel, in fp32 on the CUDA cores: what `wgrad_depthwise` refuses."""
+    """Serves one input channel for each output channel, in fp32 on the CUDA cores, if `wgrad_depthwise` refuses the
+    problem."""
 
     name = "wgrad_depthwise_any"
     ABI = 1
@@ -169,18 +170,18 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
         return split_k.splits_refusal(config.splits, rounds, "rounds of strips", uneven=True)
 
     def _fitting(self, p: ConvWgradProblem) -> list[int]:
-        """Columns that are legal."""
+        """The legal numbers of columns."""
         return [n for n in _COLUMNS if self.config_refusal(p, Config(n, max(_ROWS), 1, 4, 1)) is None]
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, ...]:
         return (-(-_words(problem) // config.lanes),)
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, ...]:
-        """Of as many strips as a thread block works on side by side."""
+        """Blocks with as many strips as a thread block works on side by side."""
         return (-(-_items(problem, config) // config.strips),)
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
-        """The CUDA cores round to nearest, but long sums of floats lose some."""
+        """The CUDA cores round to nearest, but long sums of floats lose accuracy."""
         return _MAX_CHAIN // (config.rows * config.columns)
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
@@ -190,8 +191,8 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
-        """Of each number of columns, lanes and warps, with the best of the most rows that leave enough strips to fill
-        the machine."""
+        """For each number of columns, lanes and warps, the best with the most rows that leave enough strips to fill the
+        machine."""
         words, found = _words(problem), list[list[Config]]()
         lanes = {max(n for n in _LANES if n <= words), min((n for n in _LANES if n >= words), default=_LANES[-1])}
         if (whole := math.gcd(words, _LANES[-1])) >= 8:  # a sector of memory
@@ -210,7 +211,7 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
         return self.other_splits(problem, config, wanted) + [self.filling(problem, c, target) for c in legal]
 
     def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
-        """Of a multiprocessor as full as the machine is. The L1 counts as shared memory."""
+        """The work of a multiprocessor, if all have the same share. The L1 counts as shared memory."""
         g, words, channels = _seen(problem), _words(problem), _channels(problem)
         word = channels * jnp.dtype(problem.dtype).itemsize
         loaded = _loaded(g, config)

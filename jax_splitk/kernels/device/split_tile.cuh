@@ -53,7 +53,7 @@ struct Four {
     block = four / (ACCUMULATORS / 4) * CONSUMERS + thread / 128;
   }
 
-  // Of a tile whose first ones these are.
+  // Row and column of the sums, in a tile that begins at row or column `first`.
   __device__ int row(int first) const {
     return first + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
   }
@@ -111,7 +111,7 @@ __device__ inline float4 sums_at(uint32_t address) {
 #endif
 }
 
-// Of the tile's rows from `first` on: store(row, column, four neighbouring sums), where inside(row, column).
+// Stores the tile's rows from `first` on: store(row, column, four neighbouring sums), if inside(row, column).
 template <class Inside, class Store>
 __device__ inline void store_rows(uint32_t sums, int first, int rows, const Inside& inside,
                                   const Store& store) {

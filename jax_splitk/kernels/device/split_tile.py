@@ -1,8 +1,8 @@
-"""Output tiles whose reduction is split, and where the splits meet: the host's side of `split_tile.cuh`.
+"""Output tiles whose reduction is split, and the addition of the splits: the host's side of `split_tile.cuh`.
 
 A thread block computes one tile of one split. Splits take turns at the blocks of the reduction, which are 128 bytes of
-a row. They meet in the workspace, where a second kernel adds the fp32 partial sums (programmatic dependent launch), or
-in a thread-block cluster through distributed shared memory: one launch and no workspace. Either way they are added in a
+a row. Either a second kernel adds their fp32 partial sums from the workspace (programmatic dependent launch), or a
+thread-block cluster adds them through distributed shared memory, in one launch and without a workspace. Both use a
 fixed order, so that the result is deterministic, bit for bit.
 
 The methods are those of CUTLASS's split-k and parallel reduction ("Efficient GEMM in CUDA" in its documentation).
@@ -28,12 +28,12 @@ REDUCTIONS = {"none": 0, "workspace": 1, "cluster": 2}  # macro REDUCTION
 
 @dataclasses.dataclass(frozen=True)
 class SplitTile(WgmmaTile):
-    """What configs of such kernels are.
+    """Common fields of configs for such kernels.
 
     Attributes:
       tile_m, tile_n, stages: see `WgmmaTile`.
-      splits: parts into which the reduction is cut; none may be empty.
-      reduction: where the splits meet: "none" (there is one), "workspace" or "cluster".
+      splits: parts of the reduction; none may be empty. reduction: where the splits are added: "none" (there is one),
+        "workspace" or "cluster".
     """
 
     splits: int = 1
@@ -41,18 +41,18 @@ class SplitTile(WgmmaTile):
 
 
 def least_stages(tile_m: int, tile_n: int) -> int:
-    """So many as hold the fp32 sums of a tile, whose rows are 8 longer."""
+    """The fewest stages that can hold the fp32 sums of a tile, with rows that are padded by 8."""
     return max(MIN_STAGES, -(-tile_m * (tile_n + 8) * 4 // ((tile_m + tile_n) * ROW_BYTES)))
 
 
 def is_whole(size: int) -> bool:
-    """Whether an operand's m or n, which is contiguous, has a dimension of its own for each `BOX` of it: one load
-    instead of one for each of them."""
+    """Whether an operand's contiguous m or n is split into dimensions of `BOX` elements, so that one load replaces one
+    for each box."""
     return size % BOX == 0
 
 
 def map_dtype(dtype: str) -> str:
-    """Of an operand's tensor map: its loads round float32, of which the tensor cores would cut off the low bits."""
+    """The dtype of an operand's tensor map. Its loads round float32 to tf32, since the tensor cores would truncate."""
     return plan.TF32 if dtype == "float32" else dtype
 
 
@@ -65,8 +65,9 @@ def operand_map(
     row_bytes: int = ROW_BYTES,
     whole: bool = True,
 ) -> plan.TiledMap:
-    """The dimensions as (contiguous, other, batch), wherever the batch lies in memory; `order` names them by b, k and
-    another letter. A box has `tile` of the last, and `row_bytes` of k. `whole`: tiles begin at multiples of `BOX`."""
+    """A map with dimensions (contiguous, other, batch), wherever the batch lies in memory. `order` names them by b, k
+    and another letter. A box has `tile` elements of the other letter's dimension, and `row_bytes` of k. `whole`: tiles
+    begin at multiples of `BOX`."""
     item, dtype = jnp.dtype(dtype).itemsize, map_dtype(dtype)
     strides = {order[axis]: math.prod(shape[axis + 1 :]) * item for axis in range(3)}
     sizes = dict(zip(order, shape, strict=True))

@@ -1,8 +1,8 @@
-"""Kernel family: forward passes with few input channels, as of a network's first convolution, on Hopper (device code:
+"""Kernel family: forward passes with few input channels, such as a network's first convolution, on Hopper (device code:
 gather/fprop.cu).
 
-What wgrad_gather is for the weight gradient: the input of a tile of pixels lies in shared memory as it is, and windows
-are gathered from it into registers. The weights stay in shared memory while a thread block goes from tile to tile.
+As in wgrad_gather, the input of a tile of pixels lies unchanged in shared memory, and the kernel gathers windows from
+it into registers. The weights stay in shared memory while a thread block goes from tile to tile.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ def _layout(v: Volume, config: Config) -> Layout:
 
 
 def _steps(x: Layout) -> int:
-    """Products of 16 elements: segments are filled up to eights."""
+    """Products of 16 elements, with each segment filled up to a multiple of eight."""
     return -(-x.segments * -(-(x.parity + x.segment) // 8) // 2)
 
 
 def _turn_bytes(config: Config, out_dtype: str) -> int:
-    """Of a consumer warp's 16 rows."""
+    """Bytes of a consumer warp's 16 rows of results."""
     columns = config.tile_n if config.tile_n % 64 else 64
     return 0 if out_dtype == "float32" else 16 * (columns * 2 + 16)
 
@@ -80,7 +80,7 @@ def _shared_bytes(p: ConvProblem, config: Config) -> int:
 
 
 def _group(config: Config, together: int) -> int:
-    """Products in a batch: as many as registers allow, of which two take turns; 0 where there are too few."""
+    """Products in a batch: as many as registers allow for two alternating batches; 0 if there are too few registers."""
     at_launch = 65536 // (together * 128 * (config.consumers + 1)) // 8 * 8
     if config.tile_n // 2 + _WGMMA_REGISTERS > at_launch:
         return 0
@@ -94,20 +94,20 @@ def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
 
 
 def _block_counts(v: Volume, config: Config) -> tuple[int, int, int, int]:
-    """Tiles of pixels: groups of images, planes, rows, columns."""
+    """Numbers of tiles of pixels along groups of images, planes, rows and columns."""
     (n, p, q) = config.tile
     return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
 
 
 def _columns(p: ConvProblem) -> list[int]:
-    """Tiles of output channels: the least that holds all, and whole parts of them."""
+    """Tiles of output channels: the smallest that holds all channels, and whole parts of it."""
     whole = [n for n in TILE_N if n >= p.out_channels][:1]
     return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < p.out_channels)})
 
 
 @functools.lru_cache(maxsize=512)
 def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
-    """(images, tile_p, tile_q) of at most so many pixels with the least work, padding and input for each of them."""
+    """(images, tile_p, tile_q) of at most `rows` pixels, with the least work, padding and input for each pixel."""
     found = {}
     widths = {8, 16, 32, 64, 128, v.out[2], -(-v.out[2] // 2), -(-v.out[2] // 4)}
     for q in sorted(w for w in widths if w <= rows):
@@ -122,7 +122,7 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
 
 
 class Gather(ModelledFamily[ConvProblem, Config]):
-    """Few input channels to all output channels."""
+    """Serves few input channels, each connected to all output channels."""
 
     name = "fprop_gather"
     ABI = 1
@@ -191,7 +191,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         return _ranked(self, problem, target)
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
-        """A stage more or less, and tiles of twice or half the rows."""
+        """A stage more or less, and tiles with twice or half the rows."""
         found = varied(config, stages=(config.stages - 1, config.stages + 1))
         found.append(dataclasses.replace(config, tile_p=config.tile_p * 2, blocks=config.blocks * 2))
         if config.tile_p % 2 == config.blocks % 2 == 0:
@@ -257,7 +257,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         )
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
-        """As many thread blocks as fit the machine at a time; each goes from tile to tile."""
+        """As many thread blocks as run on the machine at once; each goes from tile to tile."""
         tiles = math.prod(_block_counts(_volume(problem), config))
         columns = -(-problem.out_channels // config.tile_n)
         resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)

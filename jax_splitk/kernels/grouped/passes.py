@@ -1,8 +1,9 @@
 """Kernel family: forward passes and input gradients of grouped convolutions with few channels per group, on Hopper by
 TMA boxes and mma.sync (device code: grouped/passes.cu, which defines unit, bundle, strip, block of rows and step).
 
-The products are few: memory is what bounds it. A thread block slides down images, so that it reads the input once but
-for what tiles share, and multiplies 16 channels at a time; what groups of fewer do not have in common are zeros.
+There are few products, so memory bounds the time. A thread block slides down images, so that it reads the input only
+once, apart from pixels that tiles share. It multiplies 16 channels at a time. If groups are smaller, weights between
+different groups are zeros.
 """
 
 import collections
@@ -52,13 +53,13 @@ _MAX_CANDIDATES, _MAX_OF_KIND = 40, 4
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a pass is computed. Blocks of rows and columns are single ones but in an input gradient with strides.
+    """How a pass is computed. Blocks of rows and columns have one row or column, except in an input gradient with
+    strides.
 
     Attributes:
       in_block: input channels of a thread block.
-      images, rows, columns: of a tile; blocks of rows and of columns.
-      units: of 16 output channels, of a warp.
-      strips: of 16 pixels, of a warp.
+      images, rows, columns: images, blocks of rows and blocks of columns of a tile. units: units of 16 output channels
+        of a warp. strips: strips of 16 pixels of a warp.
       stages: depth of the shared-memory pipeline.
       workers: thread blocks that share the tiles of a block of channels.
     """
@@ -75,14 +76,14 @@ class Config:
 
 @functools.lru_cache(maxsize=4096)
 def bundle(p: ConvProblem) -> tuple[int, int]:
-    """Input and output channels of a bundle, of the forward pass."""
+    """Input and output channels of a bundle in the forward pass."""
     each = forward(p).group_channels
     groups = math.lcm(*(UNIT // math.gcd(UNIT, channels) for channels in each))
     return groups * each[0], groups * each[1]
 
 
 def halves(p: ConvProblem) -> bool:
-    """Whether 8 channels of the output have sums over 8 of the input, an MMA's k then."""
+    """Whether each 8 output channels sum over only 8 input channels, so that an MMA has a k of 8."""
     group_in, group_out = forward(p).group_channels
     return group_in == group_out and 8 % group_in == 0
 
@@ -96,16 +97,14 @@ class Tiling:
     """A thread block's work.
 
     Attributes:
-      bundles: of a thread block.
-      blocks: of channels.
-      tiles: of images, planes, along rows and along columns.
-      step_rows, x_width: pixels of a step's box.
+      bundles: bundles of a thread block. blocks: blocks of channels. tiles: numbers of tiles along images, planes, rows
+        and columns. step_rows, x_width: pixels of a step's box.
       weight_box: channels and rows of a box of weights; `weight_boxes`: how many along each.
       out_box: channels of a box of results; `result_box_bytes`: of one.
       slots: blocks of rows that have sums at a time.
       warps: consumers.
-      resident: whether a warp has its weights in registers: where these are enough.
-      products: of a warp for a block of rows.
+      resident: whether a warp keeps its weights in registers, if these suffice. products: products of a warp for a
+        block of rows.
     """
 
     bundles: int
@@ -128,7 +127,7 @@ class Tiling:
 
 
 def _step_rows(g: Geometry) -> set[int]:
-    """Rows of a step that some row of taps meets."""
+    """Rows of a step that some row of taps reads."""
     return {tap * g.dilation[1] % g.stride[1] for tap in range(g.kernel[1])}
 
 
@@ -144,7 +143,7 @@ def _weight_shape(p: ConvProblem) -> tuple[int, int]:
 
 
 def _weight_boxes(p: ConvProblem, bundles: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Channels and rows of a box of a thread block's weights, and how many boxes there are along each."""
+    """Channels and rows of a box of a thread block's weights, and the number of boxes along each."""
     columns, rows = bundles * bundle(p)[0 if _mirrored(p) else 1], _weight_shape(p)[1]
     width = min((box for box in _WEIGHT_BOXES if box >= columns), default=_WEIGHT_BOXES[-1])
     boxes = -(-rows // _MAX_BOX)
@@ -153,14 +152,14 @@ def _weight_boxes(p: ConvProblem, bundles: int) -> tuple[tuple[int, int], tuple[
 
 
 def _skipped(g: Geometry) -> int:
-    """Pixels of a line's first block that are before the output."""
+    """Pixels of a line's first block that lie before the output."""
     base, offset, _ = output_blocks(g, 2)
     return max(0, -(base * g.lhs_dilation[2] + offset))
 
 
 def _sums(g: Geometry) -> int:
-    """Sums of a block of columns that are under way: of each block of rows those that an earlier step has begun. ptxas
-    begins the others late where a warp has one strip and unit."""
+    """Sums of a block of columns that are under way: for each block of rows, those that an earlier step has begun.
+    ptxas starts the others late if a warp has one strip and unit."""
     (_, down, _), (_, up_h, up_w) = g.stride, g.lhs_dilation
     ahead = [g.reach[1] - tap * g.dilation[1] for tap in range(g.kernel[1])]  # rows before a block's x comes first
     rows = {(slot, row % up_h) for row in ahead for slot in range(row // (down * up_h) + 1)}
@@ -168,12 +167,13 @@ def _sums(g: Geometry) -> int:
 
 
 def _out_boxes(size: int) -> list[int]:
-    """Elements of so many bytes in the rows that a box may have."""
+    """Possible elements of a box's row that have `size` bytes each."""
     return [row // size for row in _SWIZZLES if row // size <= 64]
 
 
 def _fits_registers(warps: int, registers: int, together: int) -> bool:
-    """Whether so many thread blocks fit on an SM that have so many consumer warps, and so many registers a thread."""
+    """Whether `together` thread blocks fit on an SM, with `warps` consumer warps each and `registers` registers a
+    thread."""
     return -(-together * (warps + 1) // 4) * 32 * registers <= _REGISTERS
 
 
@@ -231,15 +231,15 @@ _COPIED, _BOX, _LINES = 0, 1, 2  # macro STORED
 
 
 def _stored(p: ConvProblem, t: Tiling) -> int:
-    """How results are stored: by TMA, line by line where blocks may begin before the output, or copied by threads where
-    lines do not lie as TMA wants them."""
+    """How results are stored: by TMA; line by line by TMA, if blocks may begin before the output; or by threads, if
+    lines are not aligned for TMA."""
     if math.prod(geometry(forward(p), 3).lhs_dilation) == 1:
         return _BOX
     return _LINES if t.out_box * jnp.dtype(p.out_dtype).itemsize == _LINE_BYTES else _COPIED
 
 
 def _results(p: ConvProblem, t: Tiling) -> int:
-    """Blocks of rows in shared memory."""
+    """Blocks of rows of results in shared memory."""
     return _COPIED_RESULTS if _stored(p, t) == _COPIED else _TMA_RESULTS
 
 
@@ -249,13 +249,13 @@ def shared_bytes(p: ConvProblem, config: Config) -> int:
 
 
 def _in_blocks(p: ConvProblem) -> list[int]:
-    """Those of whole bundles; a bundle of 48 has a box of 64."""
+    """Blocks of input channels that hold whole bundles; a bundle of 48 has a box of 64."""
     smallest = min(block for block in BLOCKS if block >= bundle(p)[0])
     return [block for block in BLOCKS if block == smallest or block % bundle(p)[0] == 0]
 
 
 def _units(p: ConvProblem, in_block: int) -> list[int]:
-    """Of a warp: a part of a bundle, or whole bundles, as many as a power of 2."""
+    """Units of a warp: a part of a bundle, or a power of two of whole bundles."""
     each, bundles = bundle(p)[1] // UNIT, max(1, in_block // bundle(p)[0])
     whole = [each << i for i in range(1, bundles.bit_length()) if bundles % (1 << i) == 0]
     return [units for units in range(1, each + 1) if each % units == 0] + whole
@@ -272,7 +272,7 @@ def _smallest(p: ConvProblem) -> Config:
 
 
 def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
-    """What a thread block's block of rows takes of an SM."""
+    """The work of a thread block's block of rows on an SM."""
     g, t = geometry(forward(p), 3), tiling(p, config)
     planes = -(-g.kernel[0] // g.lhs_dilation[0])  # that meet the one of the output
     units = max(1, config.units * UNIT // bundle(p)[1]) * bundle(p)[0] // UNIT
@@ -288,20 +288,20 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
         "shared_bytes": t.warps * 512 * (loads * conflicts + weights + stores) + moved,
         "instructions": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes),
         "l2_bytes": moved,
-        # Of a warp: its barrier, its first load, and products that wait for each other.
+        # A warp's turn: its barrier, its first load, and products that wait for each other.
         "turns": (2 * planes + products / 16) / _blocks_per_sm(p, config),
     }
 
 
 def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
-    """By shared memory and registers."""
+    """Thread blocks of an SM, by shared memory and registers."""
     by_memory = min(4, _SM_SHARED_BYTES // (shared_bytes(p, config) + _RESERVED_BYTES))
     t = tiling(p, config)
     return max((n for n in range(1, by_memory + 1) if _fits_registers(t.warps, t.registers, n)), default=0)
 
 
 class GroupedConv(ModelledFamily[ConvProblem, Config]):
-    """Few channels to a group."""
+    """Serves groups with few channels."""
 
     ABI = 1
     file = "grouped/passes.cu"
@@ -376,7 +376,7 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
         return _blocks_per_sm(problem, config)
 
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        """The best by the model, few of each kind."""
+        """The best configs by the model, a few of each kind."""
         found = list(self._variants(problem, target)) or [_smallest(problem)]
         kept, count = [], collections.Counter[tuple[int, ...]]()
         for config in self.by_estimate(problem, found, target):
@@ -404,7 +404,7 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
                         yield from self._of_heights(problem, some, heights, target)
 
     def _of_heights(self, p: ConvProblem, some: Config, heights: list[int], target: Target) -> Iterator[Config]:
-        """With pipelines that leave room for one to four thread blocks an SM, which share the tiles evenly."""
+        """Configs with pipelines that leave room for one to four thread blocks an SM, which share the tiles evenly."""
         t = tiling(p, some)
         rooms = [_SM_SHARED_BYTES // n - _RESERVED_BYTES - _ALIGNMENT_BYTES - t.weights_bytes for n in (1, 2, 3, 4)]
         fitting = (room for n, room in enumerate(rooms, 1) if _fits_registers(t.warps, t.registers, n))
@@ -483,7 +483,7 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
 
 
 def _map(buffer: int, dtype: str, dims: tuple[int, ...], box: tuple[int, ...]) -> TiledMap:
-    """Of a packed array, under the swizzle of the box's rows."""
+    """The map of a packed array, with a swizzle as wide as the box's rows."""
     size = jnp.dtype(dtype).itemsize
     return TiledMap(buffer, dtype, dims, tensor_map_strides(dims, size), box, _SWIZZLES[box[0] * size])
 

@@ -49,8 +49,8 @@ constexpr int X_PIXEL = IN_BLOCK * 2, DY_PIXEL = OUT_BLOCK * 2;  // bytes
 constexpr int X_ROW = X_WIDTH * X_PIXEL, X_IMAGE = X_HEIGHT * X_ROW;
 constexpr int DY_ROW = DY_WIDTH * DY_PIXEL, DY_IMAGE = ROWS * DY_ROW;
 constexpr int OCTETS = DY_WIDTH / 8;  // of a row
-// Of the groups of KERNEL_H rows of X: all of them, where that is not too much code; it makes every row's
-// part constant.
+// How many groups of KERNEL_H rows of X the loop unrolls: all, unless the code gets too long. Unrolling makes
+// every row's part constant.
 constexpr int UNROLL = KERNEL_H <= 3 ? (X_HEIGHT + KERNEL_H - 1) / KERNEL_H : 1;
 
 // Tile coordinates: group of IMAGES images, ROWS rows, COLUMNS columns.

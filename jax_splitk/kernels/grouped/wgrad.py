@@ -1,8 +1,8 @@
 """Kernel family: weight gradients of grouped convolutions with few channels per group, on Hopper by TMA tiles and
 mma.sync (device code: grouped/wgrad.cu, which defines unit, bundle, block, octet, strip, job and slice).
 
-A thread block computes all filter taps of one block of channels, whose sums are in its registers. A convolution over
-one dimension is one over images of height 1.
+A thread block computes all filter taps of one block of channels, with the sums in its registers. A 1D convolution is
+seen as a 2D one over images of height 1.
 """
 
 import dataclasses
@@ -48,11 +48,10 @@ class Config:
     """How a weight gradient is computed.
 
     Attributes:
-      in_block, out_block: input and output channels of a thread block: those of whole bundles, or a part of one.
+      in_block, out_block: input and output channels of a thread block: whole bundles, or a part of one.
       images, rows, columns: output pixels of a tile; `columns` is the image's width or a multiple of 8 below it.
-      slices: warps that divide the pixels of a tile among themselves.
-      stages: depth of the shared-memory pipeline, in tiles.
-      splits: parts into which the tiles are cut; none may be empty.
+      slices: warps that divide the pixels of a tile among themselves. stages: depth of the shared-memory pipeline, in
+        tiles. splits: parts of the tiles; none may be empty.
     """
 
     in_block: int
@@ -116,13 +115,13 @@ class Tiling:
 
     @property
     def pairs(self) -> int:
-        """Of a job's units of X."""
+        """Pairs of a job's units of X."""
         return -(-self.warp_in * self.warp_columns // 2)
 
 
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
-    """With the largest jobs whose accumulators leave room for other registers."""
+    """The tiling with the largest jobs whose accumulators leave room for other registers."""
     g, (_, bundle_in, bundle_out) = geometry(p, 2), bundle(p)
     pixels = config.images * config.rows
     x_height = (config.rows - 1) * g.stride[0] + g.reach[0] + 1
@@ -156,7 +155,7 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
 
 
 def registers(p: ConvWgradProblem, t: Tiling) -> int:
-    """What a thread needs, at most: accumulators, rows of dY, two rows of X, addresses and the rest."""
+    """The most registers of a thread: accumulators, rows of dY, two rows of X, addresses and others."""
     height = geometry(p, 2).kernel[0]
     rows = height if t.reuse else 1
     count = height * t.pairs * t.warp_out * 4 + 2 * rows * t.warp_out + 8 * t.pairs + 2 * (t.pairs + t.warp_out) + 28
@@ -170,7 +169,7 @@ def _fits_registers(p: ConvWgradProblem, config: Config, together: int) -> bool:
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
-    """The pipeline, which the slices' sums take over at the end."""
+    """Bytes of the pipeline, whose space the slices' sums use at the end."""
     t = tiling(p, config)
     sums = math.prod(geometry(p, 2).kernel) * t.sum_rows * config.out_block * 4
     return max(config.stages * t.stage_bytes, config.slices * sums) + ALIGNMENT_BYTES
@@ -199,7 +198,7 @@ def _smallest(p: ConvWgradProblem) -> Config:
 
 
 def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
-    """(in_block, out_block) that are legal, the largest first."""
+    """The legal (in_block, out_block), largest first."""
     _, bundle_in, bundle_out = bundle(p)
     whole = [(i, o) for i in IN_BLOCKS for o in OUT_BLOCKS if i % bundle_in == 0 and i * bundle_out == o * bundle_in]
     parts = [(i, o) for i in IN_BLOCKS for o in OUT_BLOCKS if bundle_in % i == 0 and bundle_out % o == 0]
@@ -207,7 +206,7 @@ def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
 
 
 def _row_counts(out_h: int) -> list[int]:
-    """Divisors of the height from 4 on, else heights that nearly divide it."""
+    """Divisors of the height from 4 on; if there are none, heights that nearly divide it."""
     if out_h <= 4:
         return [out_h]
     exact = [rows for rows in range(4, _ROWS + 1) if out_h % rows == 0]
@@ -224,7 +223,7 @@ def _column_counts(out_w: int) -> list[int]:
 
 
 def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float], float]:
-    """Of a tile: what its warps share, and the turns of the slowest of them."""
+    """The work of a tile: the part that its warps share, and the turns of its slowest warp."""
     g, t = geometry(p, 2), tiling(p, config)
     strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
     x_rows = t.x_height if t.reuse else config.rows * g.kernel[0]
@@ -244,7 +243,7 @@ def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float],
 
 
 class Grouped(SplitFamily[ConvWgradProblem, Config]):
-    """Chosen wherever it is legal: XLA's grouped weight gradients run at a fraction of the memory's rate."""
+    """Preferred whenever it is legal: XLA's grouped weight gradients run at a fraction of the memory's rate."""
 
     name = "wgrad_grouped"
     ABI = 1
@@ -289,12 +288,12 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles", uneven=True)
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-        """Blocks of channels: of bundles, and of a bundle's input and output channels."""
+        """Numbers of blocks along bundles, and along a bundle's input and output channels."""
         bundles, t = problem.feature_group_count // bundle(problem)[0], tiling(problem, config)
         return -(-bundles // t.bundles), t.in_parts, t.out_parts
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-        """Tiles of pixels: groups of images, rows, columns."""
+        """Numbers of tiles of pixels along groups of images, rows and columns."""
         out_h, out_w = geometry(problem, 2).out
         return -(-problem.batch // config.images), -(-out_h // config.rows), -(-out_w // config.columns)
 
@@ -302,12 +301,12 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         return MAX_FLOAT32_CHAIN // (-(-tiling(problem, config).strips // config.slices) * config.rows)
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
-        """By shared memory and registers; 0 where none fits."""
+        """Thread blocks of an SM by shared memory and registers; 0 if none fits."""
         by_memory = min(4, SM_SHARED_BYTES // (shared_bytes(problem, config) + RESERVED_BYTES))
         return max((n for n in range(1, by_memory + 1) if _fits_registers(problem, config, n)), default=0)
 
     def in_waves(self, problem: ConvWgradProblem, config: Config, target: Target, most: int = 2) -> Iterator[Config]:
-        """With the splits that fill half a wave, one and two: they need not be equal."""
+        """Configs with the splits that fill half a wave, one and two waves. Splits need not be equal."""
         wave, least = self.wave(problem, config, target), self.least_splits(problem, config)
         all_tiles = min(self.reduction_blocks(problem, config), split_k.MAX_GRID_Y)
         wanted = {round(wave / 2), *(int(wave * waves) for waves in range(1, most + 1))}
@@ -321,7 +320,7 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         return list(dict.fromkeys(of[c] for c in self.by_estimate(problem, of, target)))
 
     def _variants_of(self, problem: ConvWgradProblem, least: int) -> list[Config]:
-        """Of blocks of at least so many channels, as far as bundles have them."""
+        """Variants with blocks of at least `least` channels, if bundles have so many."""
         (out_h, out_w), (_, bundle_in, bundle_out) = geometry(problem, 2).out, bundle(problem)
         blocks = [
             (i, o)
@@ -334,7 +333,7 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         return [config for shape in shapes for config in self._with_slices(problem, shape)]
 
     def _with_slices(self, problem: ConvWgradProblem, config: Config) -> Iterator[Config]:
-        """With up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
+        """Configs with up to 16 warps, and pipelines that leave room for one to three thread blocks an SM."""
         t = tiling(problem, config)
         jobs, strips = t.jobs, t.strips
         for slices in sorted({1, *(warps // jobs for warps in (4, 8, 12, 16) if warps % jobs == 0)}):
@@ -349,7 +348,8 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
                     yield sliced
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-        """One stage or slice more or less, other images and rows, and split counts nearby, doubled and halved."""
+        """One stage or slice more or less, other images and rows, and other split counts: nearby, doubled and
+        halved."""
         wanted, least = nearby(config.splits, self.wave(problem, config, target)), self.least_splits(problem, config)
         sizes = {"slices": config.slices, "images": config.images, "rows": config.rows}
         found = varied(config, splits=[s for s in sorted(wanted) if s >= least])
@@ -361,7 +361,7 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         return found
 
     def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
-        """Pixels and channels beyond the problem count, too."""
+        """Also counts pixels and channels beyond the problem."""
         blocks = self.thread_blocks(problem, config) * config.splits
         each = -(-self.reduction_blocks(problem, config) // config.splits)
         sharing = -(-blocks // target.cores)  # thread blocks of the busiest SM

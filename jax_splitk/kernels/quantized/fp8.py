@@ -1,12 +1,12 @@
 """Kernel family: products of e4m3 activations with packed quantized weights, on Hopper's fp8 tensor cores (device code:
 quantized/fp8.cu).
 
-Weights of 4 bits, and e4m3 ones, are exact in e4m3 and are decoded into the A registers of WGMMA; the activation comes
-by TMA as it lies in memory. The tensor cores add e4m3 products with few bits, so their sums of 32, 64 or 128 k go,
-times the group's scale, onto fp32 accumulators (as in DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The sums of one
-part of the tile are added up while the products of the next one, or another warpgroup's, run. The k blocks of the
-output's tiles can be cut into ranges, as in quantized_tiled, whose sums meet in the workspace or in a cluster; clusters
-of two thread blocks with a tile each share the activation by multicast. The result is deterministic.
+4-bit and e4m3 weights are exact in e4m3, and are decoded into the A registers of WGMMA; TMA loads the activation
+unchanged. The tensor cores add e4m3 products with few bits. So their sums of 32, 64 or 128 k are multiplied by the
+group's scale and added to fp32 accumulators (as in DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The sums of one part
+of the tile are added up while the products of the next one, or another warpgroup's, run. The k blocks of the output's
+tiles can be cut into ranges, as in quantized_tiled, whose sums meet in the workspace or in a cluster; clusters of two
+thread blocks with a tile each share the activation by multicast. The result is deterministic.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class Config(tiles.Config):
     """How the tiles are computed: see `tiles.Config`.
 
     Attributes:
-      multicast: thread blocks of a cluster that have the same rows of x and load them together; its tiles and ranges
-        are those of the cluster.
+      multicast: thread blocks of a cluster that need the same rows of x and load them together. Tiles and ranges then
+        belong to the cluster.
     """
 
     multicast: int = 1
@@ -45,10 +45,11 @@ class Config(tiles.Config):
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """k of a sum of the tensor cores (PERIOD in the device code).
+    """k of a sum of the tensor cores (PERIOD in the device code). 128 if one scale serves all of it: half as many sums
+    to promote, as in DeepSeek-V3.
 
-    128 where there is one scale for them: half as many sums to promote, as in DeepSeek-V3. Not for float16 results,
-    which would show the bits that are lost, nor in narrow tiles, where promotion is a smaller part of the work.
+    128 where there is one scale for them: half as many sums to promote, as in DeepSeek-V3. Float16 results would show
+    the lost bits, and in narrow tiles promotion is a small part of the work; these use a smaller period.
     """
     group = BLOCK_K if per_channel(problem) else problem.group_size
     long = config.tile_m == TILES_M[0] and config.tile_n >= 128 and problem.out_dtype == "bfloat16"
@@ -56,7 +57,8 @@ def period(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def _sets(problem: QuantizedMatmulProblem, config: Config, columns: int) -> int:
-    """Sets of partial sums of so many columns that a thread's registers hold, beside sums, fragments and words."""
+    """Sets of partial sums of `columns` columns that a thread's registers hold, besides accumulators, fragments and
+    words."""
     steps = period(problem, config) // 32
     words = 8 * (min(steps, 2) if problem.bits == 8 else 1)
     one = (config.tile_n + columns) // 2 + 8 * steps + words
@@ -66,8 +68,8 @@ def _sets(problem: QuantizedMatmulProblem, config: Config, columns: int) -> int:
 
 
 def chunk(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """Columns of the tile that are multiplied, and added up, at a time (CHUNK in the device code): narrow ones cost
-    waits, wide ones registers."""
+    """Columns of the tile that are multiplied, and then added up, at a time (CHUNK in the device code): narrow chunks
+    cost waits, wide ones registers."""
     if config.tile_n % 128 == 0 and _sets(problem, config, 128) >= _sets(problem, config, 64):
         return 128
     return 64 if config.tile_n % 64 == 0 else 32
@@ -137,7 +139,7 @@ class Fp8(tiles.TileFamily[Config]):
             yield self.deepest(problem, found), (tile_m, tile_n, multicast) == own
 
     def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
-        """Sums of a period go onto others, by all of a warpgroup's threads."""
+        """Also counts the additions of a period's sums, by all threads of a warpgroup."""
         periods = BLOCK_K // period(problem, config)
         promotion = 4 * config.tile_n / 2 * periods
         decode = 4 * dequantize.INSTRUCTIONS[problem.qtype]

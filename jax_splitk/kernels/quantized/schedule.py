@@ -1,4 +1,4 @@
-"""Whole tiles and ranges of k: how quantized_tiled and quantized_fp8 give the output's tiles to workers.
+"""Whole tiles and ranges of k: how quantized_tiled and quantized_fp8 divide the output's tiles among workers.
 
 A worker is a thread block, or a cluster whose blocks have neighbouring tiles and load their rows of x together.
 """
@@ -17,11 +17,9 @@ class Schedule:
     """Who computes what.
 
     Attributes:
-      tiles: of the output, a worker's.
-      k_blocks: of a tile, each of 128 k.
-      workers: thread blocks or clusters.
-      whole_tiles: that each worker computes; the k blocks of all other tiles, laid end to end, are cut into equal
-        ranges, one for each worker.
+      tiles: the output's tiles of a worker's size. k_blocks: k blocks of a tile, each of 128 k. workers: thread blocks
+        or clusters. whole_tiles: whole tiles that each worker computes. The k blocks of all other tiles, laid end to
+        end, are cut into equal ranges, one for each worker.
     """
 
     tiles: int
@@ -60,19 +58,19 @@ class Schedule:
 
     @property
     def pieces(self) -> int:
-        """Tiles that a worker takes part in, at most."""
+        """The largest number of tiles on which a worker works."""
         return self.whole_tiles + -(-self.range_blocks // self.k_blocks)
 
     def without_idle(self) -> "Schedule":
-        """This one with the nearest number of workers not above its own that leaves none without work."""
+        """The schedule with the largest number of workers, at most its own, that leaves no worker without work."""
         found = dataclasses.replace(self, workers=max(1, min(self.workers, self.units)))
         if found.whole_tiles:
             return found
         return dataclasses.replace(found, workers=-(-found.units // found.range_blocks))
 
     def refusal(self, splits: int, worker_blocks: int, k_warpgroups: int) -> str | None:
-        """Why the schedule is not legal, None where it is. Workers have so many thread blocks; with
-        `splits` above 1 each tile has so many ranges, whose blocks have `k_warpgroups`."""
+        """Why the schedule is not legal, None where it is. A worker has `worker_blocks` thread blocks. With `splits`
+        above 1 each tile has that many ranges, and `k_warpgroups` share a block's range."""
         if self.units > MAX_UNITS:
             return f"{self.units} blocks of this tile and 128 k; accepted: at most {MAX_UNITS}"
         return self._refusal_of_splits(splits, k_warpgroups) if splits > 1 else self._refusal_of_ranges(worker_blocks)
@@ -104,7 +102,7 @@ class Schedule:
 
 
 def schedules(tiles: int, k_blocks: int, resident: int) -> list[Schedule]:
-    """Ways to give tiles to workers, of which `resident` run at a time, beside one worker for each tile."""
+    """Ways to divide the tiles among workers, of which `resident` run at a time, besides one worker for each tile."""
     rounds, each = tiles // resident, -(-tiles // resident)
     found = []
     if each > 1 and tiles % each == 0:

@@ -1,12 +1,13 @@
 """Kernel family: products with packed quantized weights on Hopper by WGMMA (device code: quantized/tiled.cu).
 
-Weights are dequantized into the A registers of WGMMA while the tensor cores work on those before; the activation
-comes by TMA. The scale of a group goes either into the weight, which is then rounded to the activation's dtype, or onto
-the fp32 sum of the group. The k blocks of the output's tiles can be cut into ranges of equal length, one for each
-thread block, wherever tiles begin or end ("stream-k", Osama et al., arXiv:2301.03598); a second kernel, launched with
-programmatic dependent launch, adds the sums of tiles that were cut. Or each tile is cut into the same number of ranges,
-whose thread blocks form a cluster and add their sums through distributed shared memory; there two warpgroups can share
-features and take turns with the k blocks. All add in a fixed order: the result is deterministic, bit for bit.
+Weights are dequantized into the A registers of WGMMA while the tensor cores multiply the previous ones; TMA loads the
+activation. The scale of a group multiplies either the weight, which is then rounded to the activation's dtype, or the
+fp32 sum of the group. The k blocks of the output's tiles can be cut into ranges of equal length, one for each thread
+block, wherever tiles begin or end ("stream-k", Osama et al., arXiv:2301.03598); a second kernel, launched with
+programmatic dependent launch, adds the sums of tiles that were cut. Or each tile is cut into the same number of ranges.
+The thread blocks of its ranges form a cluster and add their sums through distributed shared memory. In such clusters
+two warpgroups can share features and take turns with the k blocks. All additions have a fixed order, so the result is
+deterministic, bit for bit.
 
 Mixed-input products with the weight in registers: FRPC and Marlin (Frantar et al., arXiv:2408.11743) for SM80, and
 CUTLASS's mixed-input collective for SM90.
@@ -44,7 +45,7 @@ def period(problem: QuantizedMatmulProblem) -> int:
 
 def scaling(p: QuantizedMatmulProblem) -> str:
     """Where scales are applied: to the "weight" (which is rounded to the activation's dtype), to the fp32 "sum" of a
-    group, or to that of all k ("channel"). The fastest that gives the result as it is promised."""
+    group, or to the sum of all k ("channel"). The fastest of these with the promised accuracy."""
     if has_zero(p):
         return "sum"
     if per_channel(p):  # WGMMA truncates its sums: long chains of them only where rounding hides it
@@ -63,17 +64,18 @@ def max_tile_n(p: QuantizedMatmulProblem, warpgroups: int) -> int:
 
 
 def needs_copy(problem: QuantizedMatmulProblem) -> bool:
-    """Whether x is not as TMA can load it for WGMMA: rows of 16 bytes, elements of 16 bits."""
+    """Whether x must be copied, because TMA cannot load it for WGMMA: that needs rows in multiples of 16 bytes, and
+    elements of 16 bits."""
     return problem.k % 8 != 0 or problem.x_dtype == "float8_e4m3fn"
 
 
 def _prepared(problem: QuantizedMatmulProblem) -> bool:
-    """Whether x is prepared first, by a kernel of its own (PREPARED in the device code)."""
+    """Whether another kernel prepares x first (PREPARED in the device code)."""
     return needs_copy(problem) or has_zero(problem)
 
 
 def _operand_dtype(problem: QuantizedMatmulProblem) -> str:
-    """Of x as WGMMA reads it: fp16 holds every e4m3."""
+    """The dtype of x that WGMMA reads: float16 holds every e4m3."""
     return "float16" if problem.x_dtype == "float8_e4m3fn" else problem.x_dtype
 
 
@@ -103,7 +105,7 @@ def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Struct:
-    """Of the kernel that prepares x; `pitch` is of the copy's rows, in elements: 0 for no copy."""
+    """Arguments of the kernel that prepares x; `pitch` is the elements of a row of the copy, 0 for no copy."""
     sizes = {"rows": problem.rows, "k": problem.k, "padded_rows": _padded_rows(problem, config)}
     pitch = _pitch(problem) if needs_copy(problem) else 0
     return Struct("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
@@ -127,14 +129,14 @@ class Tiled(tiles.TileFamily[Config]):
         return BLOCK_K // period(problem) * tile_n * 4 if has_zero(problem) else 0
 
     def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: Config) -> int:
-        """2 where shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
+        """2 if shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
         crowded = scaling(problem) == "sum" and (problem.bits == 8 or period(problem) == 128)
         widest = 16 if crowded else 32
         small = config.warpgroups <= 2 and config.tile_n <= (64 if config.warpgroups == 1 else widest)
         return 2 if small and config.stages <= self.max_stages(problem, config, 2) else 1
 
     def prepared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
-        """x as TMA can load it, and sums of x for zero points."""
+        """Bytes of the copy of x, and of sums of x for zero points."""
         return _copy_bytes(problem) + _sums_bytes(problem, config)
 
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
@@ -181,7 +183,7 @@ class Tiled(tiles.TileFamily[Config]):
                 yield self.deepest(problem, dataclasses.replace(config, tile_m=tile_m, tile_n=tile_n)), False
 
     def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
-        """The least of a product is that of 16 columns."""
+        """A product counts at least 16 columns."""
         where, columns = scaling(problem), config.tile_n / 2 * (2 if has_zero(problem) else 1)
         issued = 4 * 2 * INSTRUCTIONS[problem.qtype]
         if where == "weight" and not FORMATS[problem.qtype].integer:
@@ -210,7 +212,7 @@ class Tiled(tiles.TileFamily[Config]):
         }
 
     def structs(self, problem: QuantizedMatmulProblem, config: Config) -> list[Struct]:
-        """That of the kernel that prepares x, too, which the source has whether it is launched or not."""
+        """Includes the struct of the kernel that prepares x, which the source always has."""
         return [*super().structs(problem, config), _prepare_args(problem, config)]
 
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:

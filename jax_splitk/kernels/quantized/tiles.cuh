@@ -57,7 +57,7 @@ constexpr int X_BYTES = TILE_N * BLOCK_K * 32 / STEP_K;  // of a stage
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;          // of the packed weight
 constexpr int STAGE_BYTES = X_BYTES + M_WARPGROUPS * 2 * TILE_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES;
 
-// Of a stage and a warpgroup: scales and zero points; of a stage: sums of x over PERIOD k.
+// Scales and zero points of a stage and a warpgroup; sums of x over PERIOD k of a stage.
 constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K, GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
 constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
 constexpr int SCALES = GROUPS * WARPGROUP_M * SCALE_ITEM, ZEROS = GROUPS * WARPGROUP_M * ZERO_ITEM;
@@ -314,7 +314,7 @@ struct Role {
     m_warpgroup = warp / 4 - k_warpgroup * M_WARPGROUPS;
   }
 
-  // Of the piece.
+  // This warpgroup's k blocks of the piece.
   __device__ int blocks(const Piece& piece) const {
     return (piece.end - piece.begin + K_WARPGROUPS - 1 - k_warpgroup) / K_WARPGROUPS;
   }

@@ -1,7 +1,7 @@
-"""What the kernel families share whose thread blocks compute tiles of the output: quantized_fp8 and quantized_tiled.
+"""Shared by quantized_fp8 and quantized_tiled, the kernel families whose thread blocks compute tiles of the output.
 
 The host's side of `ranges.cuh` and `cluster_sums.cuh`: one Config, its legality, shared memory, search, cost and plan.
-A family adds what its inner loop, over a block of 128 k, needs.
+A family adds the parameters of its inner loop over a block of 128 k.
 """
 
 import abc
@@ -46,10 +46,9 @@ class Config:
       tile_m, tile_n: output tile of a thread block, features by rows of x.
       stages: depth of the shared-memory pipeline, in blocks of 128 k.
       blocks: thread blocks.
-      whole_tiles: tiles that each thread block computes; the k blocks of all other tiles are cut into equal ranges, one
-        for each thread block, whose sums meet in the workspace.
-      splits: above 1, equal ranges of the k blocks of every tile, whose thread blocks are a cluster and add their sums
-        in shared memory.
+      whole_tiles: whole tiles that each thread block computes. The k blocks of all other tiles are cut into equal
+        ranges, one for each thread block, whose sums are added from the workspace. splits: above 1, every tile has this
+        number of equal ranges, whose thread blocks form a cluster and add their sums in shared memory.
       k_warpgroups: warpgroups that share 64 features, and take turns with the k blocks of a range; 1, or 2 with splits.
     """
 
@@ -68,12 +67,12 @@ class Config:
 
     @property
     def m_warpgroups(self) -> int:
-        """Features of a thread block, in 64 (M_WARPGROUPS in the device code)."""
+        """Features of a thread block in units of 64 (M_WARPGROUPS in the device code)."""
         return self.tile_m // WARPGROUP_M
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply (WARPGROUPS in the device code)."""
+        """Warpgroups that multiply (WARPGROUPS in the device code)."""
         return self.m_warpgroups * self.k_warpgroups
 
 
@@ -96,7 +95,7 @@ def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
 
 
 def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
-    """Sizes of the output and of the packed weight; tiles, and of what a worker has (see `Schedule`)."""
+    """Sizes of the output and of the packed weight; tiles, and the share of a worker (see `Schedule`)."""
     given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
     sizes = {"rows": p.rows, "features": p.features, "feature_tiles": p.feature_tiles, "k_tiles": p.k_tiles}
     sizes |= {"groups": p.groups, "k_blocks": given.k_blocks, "tiles_m": tiles_m, "tiles_n": tiles_n}
@@ -105,7 +104,7 @@ def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
 
 
 def is_cut(problem: QuantizedMatmulProblem, config: Config) -> bool:
-    """Whether any tile has more than one range, so that partial sums meet in the workspace."""
+    """Whether any tile has more than one range, so that partial sums are added from the workspace."""
     return config.splits == 1 and schedule(problem, config).is_cut
 
 
@@ -122,14 +121,14 @@ def split_tiles(problem: QuantizedMatmulProblem, config: _Config, splits: int) -
 
 
 def tile_bytes(config: Config) -> int:
-    """Of a thread block's fp32 sums."""
+    """Bytes of a thread block's fp32 sums."""
     return config.tile_m * config.tile_n * 4
 
 
 class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config]):
     """A kernel family whose inner loop computes tiles.
 
-    Chosen wherever it is legal: XLA writes the dequantized weight to memory first.
+    Preferred whenever it is legal: XLA writes the dequantized weight to memory first.
     """
 
     x_dtypes: ClassVar[tuple[str, ...]]
@@ -146,7 +145,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
     # ---- shared memory -----------------------------------------------------------------------------------------------
 
     def x_sums_bytes(self, problem: QuantizedMatmulProblem, tile_n: int) -> int:
-        """Of a stage, beside x, words, scales and zero points."""
+        """Bytes of a stage besides x, words, scales and zero points."""
         del problem, tile_n
         return 0
 
@@ -157,8 +156,8 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return x + weight + self.x_sums_bytes(problem, config.tile_n)
 
     def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
-        """Shared memory beside the pipeline: results on their way to memory, and sums on their way from one
-        k_warpgroup to the other."""
+        """Shared memory besides the pipeline: results before they are stored, and sums that one k_warpgroup gives to
+        the other."""
         staging = 0 if problem.out_dtype == "float32" else 4 * config.warpgroups * STAGING_BYTES
         return staging + (config.k_warpgroups - 1) * tile_bytes(config) + ALIGNMENT_BYTES + BARRIER_BYTES
 
@@ -167,7 +166,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return config.stages * self.stage_bytes(problem, config) + self._fixed_bytes(problem, config)
 
     def max_stages(self, problem: QuantizedMatmulProblem, config: _Config, blocks_per_sm: int = 1) -> int:
-        """The deepest pipeline that fits in shared memory; `config.stages` is not looked at."""
+        """The deepest pipeline that fits in shared memory; ignores `config.stages`."""
         # A KiB of each thread block is the system's.
         room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self._fixed_bytes(problem, config)
         most = min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
@@ -178,7 +177,8 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return dataclasses.replace(config, stages=self.max_stages(problem, config, blocks_per_sm))
 
     def min_stages(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
-        """Stages that keep the pipeline moving, and hold the sums that a cluster's blocks send to one of them."""
+        """The fewest stages that keep the pipeline moving, and can hold the sums that a cluster's blocks send to one of
+        them."""
         if config.splits == 1:
             return MIN_STAGES[config.k_warpgroups]
         chunks = tile_bytes(config) // CHUNK_BYTES
@@ -187,12 +187,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return max(MIN_STAGES[config.k_warpgroups], -(-received // x_and_words))
 
     def prepared_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
-        """Of the workspace, before partial sums."""
+        """Bytes of the workspace before the partial sums."""
         del problem, config
         return 0
 
     def workspace_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
-        """What is prepared, and two slots of a tile for each range."""
+        """Bytes of prepared data, and two slots of a tile for each range."""
         slots = 2 * config.blocks * tile_bytes(config) if is_cut(problem, config) else 0
         return self.prepared_bytes(problem, config) + slots
 
@@ -204,7 +204,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
 
     @abc.abstractmethod
     def loop_refusal(self, problem: QuantizedMatmulProblem, config: _Config) -> str | None:
-        """Why the inner loop cannot compute such tiles; they are of `tiles_m`, `tiles_n` and k_warpgroups."""
+        """Why the inner loop cannot compute such tiles, with `tiles_m`, `tiles_n` and k_warpgroups."""
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if problem.x_dtype not in self.x_dtypes:
@@ -241,7 +241,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return None
 
     def _cluster_refusal(self, p: QuantizedMatmulProblem, config: _Config) -> str | None:
-        """Of which tiles the ranges can form a cluster, and have two k_warpgroups."""
+        """Why the ranges of these tiles cannot form a cluster, or cannot have two k_warpgroups."""
         if not 1 <= config.splits <= MAX_SPLITS:
             return f"splits {config.splits}; accepted: 1 to {MAX_SPLITS}"
         if config.splits > 1 and config.tile_n > self.widest_split:
@@ -262,14 +262,15 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
 
     @abc.abstractmethod
     def candidate_tiles(self, problem: QuantizedMatmulProblem) -> Iterator[_Config]:
-        """What `candidates` considers, with a thread block for each tile."""
+        """The tiles that `candidates` considers, with a thread block for each tile."""
 
     @abc.abstractmethod
     def near_tiles(self, problem: QuantizedMatmulProblem, config: _Config) -> Iterable[tuple[_Config, bool]]:
-        """What `neighbours` considers, and whether with all schedules. Only tiles, inner loop and stages count."""
+        """The tiles that `neighbours` considers, and whether with all schedules. Only tiles, inner loop and stages
+        matter."""
 
     def schedules(self, problem: QuantizedMatmulProblem, tile: _Config, target: Target) -> list[_Config]:
-        """Legal ways to give the tiles to thread blocks; `tile` has one for each."""
+        """Legal ways to divide the tiles among thread blocks; `tile` has one thread block for each."""
         together = self.blocks_per_sm(problem, tile)
         workers, resident = tile.blocks // tile.worker_blocks, target.cores * together // tile.worker_blocks
         found = [tile] if self.queues or workers <= resident else []
@@ -283,12 +284,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return [config for config in dict.fromkeys(found) if self.config_refusal(problem, config) is None]
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[_Config]:
-        """Of every tile the few schedules that the model puts first; the most promising first."""
+        """For every tile the few schedules that the model prefers, most promising first."""
         tiles = (self.schedules(problem, tile, target) for tile in self.candidate_tiles(problem))
         return self.best_of_each(problem, tiles, SCHEDULES_KEPT, target)
 
     def neighbours(self, problem: QuantizedMatmulProblem, config: _Config, target: Target) -> list[_Config]:
-        """One stage less of each k_warpgroup, and other schedules of the tile and of those next to it."""
+        """A stage less for each k_warpgroup, and other schedules of the tile and of its neighbours."""
         found = [dataclasses.replace(config, stages=config.stages - config.k_warpgroups)]
         for tile, every in self.near_tiles(problem, config):
             others = self.schedules(problem, whole_tiles(problem, tile), target)
@@ -307,12 +308,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return False
 
     def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
-        """Of what the kernel loads, each once."""
+        """Bytes of the kernel's operands, each counted once."""
         return problem.bytes_moved - nbytes(problem.out_shape, problem.out_dtype)
 
     def _reloaded_bytes(self, problem: QuantizedMatmulProblem, config: _Config, units: int) -> float:
-        """What device memory moves again for thread blocks with ranges: they need the same k blocks at other times, and
-        find only what the L2 has kept. `units`: k blocks of all tiles."""
+        """Bytes that device memory moves again for thread blocks with ranges: they need the same k blocks at different
+        times, and the L2 has kept only a part of these. `units`: k blocks of all tiles."""
         operands = self.operand_bytes(problem)
         again = units * config.worker_blocks * self.stage_bytes(problem, config) - operands
         lost = min(1.0, max(0.0, operands / L2_BYTES - 1))  # in turns, so that twice as much finds nothing again
@@ -324,7 +325,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return min(self.blocks_per_sm(problem, config), -(-config.blocks // alone))
 
     def work(self, problem: QuantizedMatmulProblem, config: _Config, target: Target) -> Work:
-        """The busiest multiprocessor's k blocks."""
+        """The work of the busiest multiprocessor."""
         resident = resident_blocks(target, config.splits, self.blocks_per_sm(problem, config))
         rounds = -(-config.blocks // (resident // config.worker_blocks * config.worker_blocks))  # where not all fit
         given, is_cut_up = schedule(problem, config), is_cut(problem, config)
@@ -359,16 +360,16 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
 
     @abc.abstractmethod
     def x_map(self, problem: QuantizedMatmulProblem, config: _Config, workspace: int) -> plan.TiledMap:
-        """Of x; the workspace is the buffer of that number."""
+        """The map of x; `workspace` is the number of the workspace's buffer."""
 
     def prepare(self, problem: QuantizedMatmulProblem, config: _Config, workspace: int) -> Prepared:
-        """Parameters of the kernel between scale and result, and kernels that prepare the workspace for it."""
+        """Kernels that prepare the workspace, and the main kernel's parameters for it, between scale and result."""
         del problem, config, workspace
         return (), ()
 
     def macros(self, problem: QuantizedMatmulProblem, config: _Config) -> dict[str, int]:
-        """Of the sizes only whether rows of the output, and the weight's k, end where accesses do, the tiles along the
-        rows where they are few, and with splits the ranges of k."""
+        """Macros. The code depends on sizes only by: whether the output's rows and the weight's k end at the accesses'
+        ends, the number of tiles along the rows if it is small, and with splits the ranges of k."""
         given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
         ranges = (given.range_blocks, given.last_range(config.splits)) if config.splits > 1 else (0, 0)
         return {

@@ -1,6 +1,6 @@
 """Kernel family: float32 weight gradients on Hopper's tf32 tensor cores (device code: tf32/wgrad.cu).
 
-For what XLA computes in tf32 too: precision DEFAULT and HIGH. One or two spatial dimensions.
+It serves the precisions that XLA computes in tf32, too: DEFAULT and HIGH. One or two spatial dimensions.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Config:
       tile_n: its output channels.
       images, tile_p, tile_q: a strip (a unit of work): output rows and columns of some images.
       stages: lines of X that fit in shared memory.
-      splits: parts into which the reduction is cut, in whole strips; none may be empty.
+      splits: parts of the reduction, in whole strips; none may be empty.
     """
 
     taps_h: int
@@ -77,7 +77,7 @@ class Config:
 
     @property
     def pixels(self) -> int:
-        """Of a line."""
+        """Pixels of a line."""
         return self.images * self.tile_q
 
     @property
@@ -88,9 +88,9 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class View(Geometry):
-    """Both inputs as images of rows and columns, without the input pixels that no window touches.
+    """Both inputs as images of rows and columns, without input pixels that no window reads.
 
-    `lhs_strides`: elements from one column, row and image of X to the next.
+    `lhs_strides`: distances in elements of neighbouring columns, rows and images of X.
     """
 
     lhs_strides: tuple[int, int, int]
@@ -104,7 +104,7 @@ def _matrix_shape(pixels: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def view(p: ConvWgradProblem) -> View:
-    """Of a problem of one or two spatial dimensions."""
+    """The view of a problem with one or two spatial dimensions."""
     g, c = geometry(p, 2), p.in_channels
     if is_matrix_product(p):
         lines = _matrix_shape(p.reduction_size)
@@ -127,17 +127,17 @@ def view(p: ConvWgradProblem) -> View:
 
 
 def columns(v: View, config: Config) -> int:
-    """Of a line of X, for each image."""
+    """Columns of a line of X for each image."""
     return (config.tile_q - 1) * v.stride[1] + (config.taps_w - 1) * v.dilation[1] + 1
 
 
 def reach(v: View, config: Config) -> int:
-    """Lines of X beyond the first that a row of dY meets."""
+    """Lines of X beyond the first one that a row of dY needs."""
     return (config.taps_h - 1) * v.dilation[0]
 
 
 def dy_stages(v: View, config: Config) -> int:
-    """Transposed rows of dY in shared memory: those that meet a line of X, and more."""
+    """Transposed rows of dY in shared memory: those that a line of X multiplies, and further ones."""
     return reach(v, config) // v.stride[0] + 1 + AHEAD
 
 
@@ -169,13 +169,13 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
 
 
 def _fits(v: View, images: int, tile_q: int) -> bool:
-    """Whether such lines fit in shared memory for the smallest tile."""
+    """Whether lines with these images and columns fit in shared memory for the smallest tile."""
     smallest = Config(1, 1, 1, TILE_N[0], images, 1, tile_q, 2, 1)
     return columns(v, smallest) <= MAX_BOX and shared_bytes(v, smallest) <= SHARED_BYTES
 
 
 def _lines(v: View) -> list[tuple[int, int]]:
-    """(images, tile_q): the output's width, or equal parts of it, of few columns beyond the output."""
+    """(images, tile_q): the output's width, or equal parts of it with few columns beyond the output."""
     found = {}
     for parts in range(1, v.out[1] + 1):
         equal = -(-v.out[1] // parts)
@@ -195,7 +195,7 @@ def _lines(v: View) -> list[tuple[int, int]]:
 
 
 def _heights(v: View) -> list[int]:
-    """Rows of a strip: all, equal parts of them, and fixed numbers where even small parts are tall."""
+    """Rows of a strip: all, equal parts of them, and fixed numbers if even small parts are tall."""
     parts = [-(-v.out[0] // count) for count in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 512, 1024)]
     if parts[-1] > 128:
         parts += [128, 64, 32]
@@ -206,7 +206,7 @@ def _heights(v: View) -> list[int]:
 
 
 def strip_work(p: ConvWgradProblem, config: Config) -> dict[str, float]:
-    """Of a thread block's strip."""
+    """The work of a thread block's strip."""
     v = view(p)
     steps, rows = config.pixels // 8, v.out[0] / -(-v.out[0] // config.tile_p)
     lines = (rows - 1) * v.stride[0] + reach(v, config) + 1
@@ -223,7 +223,7 @@ def strip_work(p: ConvWgradProblem, config: Config) -> dict[str, float]:
 
 
 class Tf32(SplitFamily[ConvWgradProblem, Config]):
-    """Chosen wherever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
+    """Preferred whenever it is legal: it was measured to be as fast as XLA (1x1) or faster (3x3, stride 1 and 2)."""
 
     name = "wgrad_tf32"
     ABI = 1
@@ -274,13 +274,13 @@ class Tf32(SplitFamily[ConvWgradProblem, Config]):
         return split_k.splits_refusal(config.splits, count, "strips")
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
-        """Blocks of filter rows and columns, of input channels, of output channels."""
+        """Numbers of blocks along filter rows and columns, input channels and output channels."""
         r, s = view(problem).kernel
         slots = -(-problem.in_channels // (BLOCK_CHANNELS * config.blocks))
         return -(-r // config.taps_h), -(-s // config.taps_w), slots, -(-problem.out_channels // config.tile_n)
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-        """Groups of images, strips of rows, strips of columns."""
+        """Numbers of groups of images, strips of rows, and strips of columns."""
         v = view(problem)
         return -(-v.batch // config.images), -(-v.out[0] // config.tile_p), -(-v.out[1] // config.tile_q)
 
@@ -314,12 +314,13 @@ class Tf32(SplitFamily[ConvWgradProblem, Config]):
         return self.best_of_each(problem, found, _STRIPS, target)
 
     def _deepest(self, problem: ConvWgradProblem, shape: Config) -> Config | None:
-        """With as many stages as fit."""
+        """The config with as many stages as fit."""
         depths = (dataclasses.replace(shape, stages=stages) for stages in range(MAX_STAGES, 1, -1))
         return next((config for config in depths if self.config_refusal(problem, config) is None), None)
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
-        """Split counts nearby, doubled and halved, a stage more or less, and strips of twice or half the rows."""
+        """Other split counts (nearby, doubled and halved), a stage more or less, and strips with twice or half the
+        rows."""
         wave = max(1, target.cores // self.thread_blocks(problem, config))
         wanted = {config.splits // 2, config.splits * 2, config.splits + wave, config.splits - wave, config.splits + 1}
         found = self.other_splits(problem, config, wanted)
@@ -331,7 +332,7 @@ class Tf32(SplitFamily[ConvWgradProblem, Config]):
         return found
 
     def work(self, problem: ConvWgradProblem, config: Config, target: Target) -> Work:
-        """What tiles reach beyond the problem counts, too."""
+        """Also counts the parts of tiles beyond the problem."""
         waves = self.waves(problem, config, target)
         strips = waves * -(-self.reduction_blocks(problem, config) // config.splits)
         return Work(

@@ -28,7 +28,8 @@ BATCHES, EACH = 20, 25
 REUSE = 0.9  # of the configs come with device code that there is already, where there is any
 DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"))
 MAX_FLOPS = 4e9  # of the matrices of all groups, with which the reference multiplies
-# Of the whole result. Results in 16 bits are rounded once; the tensor cores truncate sums, of 512 stages at most.
+# Largest error, relative to the whole result. Results in 16 bits are rounded once; the tensor cores truncate sums, of
+# 512 stages at most.
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-13}
 
 

@@ -52,7 +52,7 @@ def check(p: RaggedDotProblem, config: Config, sizes: Iterable[int], rng: np.ran
 
 # ---- group sizes -----------------------------------------------------------------------------------------------------
 
-# Of four groups and 200 rows.
+# Sizes of four groups, with 200 rows.
 SIZES = {
     "even": (50, 50, 50, 50),
     "empty groups": (0, 120, 0, 80),

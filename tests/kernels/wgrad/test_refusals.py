@@ -275,7 +275,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         (row(64, (4, 4), batch=2**24 - 1), row(65, (4, 4), batch=2**24 - 1), "1073741823 output pixels"),
         ({"size": (3000,), "kernel": (3,), "rhs_dilation": 512}, {"size": (3000,), "kernel": (3,), "rhs_dilation": 513},
          "dilation (513,): a window of 1027 columns; accepted: up to 1025"),
-        # Of two dimensions the rows of taps may lie as far apart as they like.
+        # In two dimensions the distance of the rows of taps has no limit.
         ({"size": (300, 9), "rhs_dilation": (140, 1)},
          {"size": (4, 300, 9), "kernel": (2, 3, 3), "rhs_dilation": (1, 140, 1)},
          "strides (1, 1, 1), dilation (1, 140, 1): what a thread needs fits in no registers"),
