@@ -21,6 +21,7 @@ from jax_splitk.cli import stored
 from jax_splitk.cli.kernels import _difference as difference
 from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import compiler, disk, execute
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -44,10 +45,9 @@ def damaged(rng: Rng, text: str, other: str) -> bytes:
 
 def with_fewer_rows(rng: Rng, problem: Any) -> Any:
     """The problem; of a product with a quantized weight, one of fewer rows."""
-    rows = getattr(problem, "rows", None)
-    return (
-        problem if rows is None else dataclasses.replace(problem, rows=int(rng.integers(max(1, rows - 20), rows + 1)))
-    )
+    if not isinstance(problem, QuantizedMatmulProblem):
+        return problem
+    return dataclasses.replace(problem, rows=int(rng.integers(max(1, problem.rows - 20), problem.rows + 1)))
 
 
 def with_full_tiles(key: Key) -> Key:
