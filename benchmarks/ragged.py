@@ -127,11 +127,14 @@ def run(case: Case, options: argparse.Namespace, torch: Any) -> Result:
         else:
             functions["torch"] = of_torch(torch, case, len(sets))
     if "lax" in options.against:
-        theirs = compiled(of_lax(case))
-        temp_bytes["lax"] = report.temp_bytes(theirs)
-        if temp_bytes["lax"] > options.lax_limit_gib * 2**30:
+        try:
+            theirs = compiled(of_lax(case))
+            temp_bytes["lax"] = report.temp_bytes(theirs)
+        except jax.errors.JaxRuntimeError as failure:  # XLA tries kernels while it compiles
+            theirs, left_out["lax"] = None, f"XLA cannot compile it: {str(failure).splitlines()[0][:100]}"
+        if temp_bytes.get("lax", 0) > options.lax_limit_gib * 2**30:
             left_out["lax"] = f"{temp_bytes['lax'] / 2**30:.1f} GiB of temporary memory"
-        else:
+        elif theirs is not None:
             functions["lax"] = theirs
     times = {}
     for kind in SIZES:
