@@ -50,7 +50,7 @@ class Kernel:
 
     def loads_at_arrivals(self) -> list[int]:
         """For each arrival at a barrier, how many ldmatrix before it may still be under way, because no instruction has
-        waited for them.reboard."""
+        waited for them."""
         found, under_way, without = [], [0] * 6, 0
         for low, high in (struct.unpack_from("<QQ", i) for i in self.instructions):
             opcode, board = low & 0xFFF, high >> _SCOREBOARD & 7

@@ -1,5 +1,6 @@
-"""Whatever comes from files or through XLA, damaged at random: it is used if it is legal, or refused. Nothing escapes,
-nothing crashes. Each run draws anew, and names its seed (JAX_SPLITK_TEST_SEED) at its beginning and in failures."""
+"""Data from files and from XLA is damaged at random. It must be used if it is legal, and refused otherwise. No other
+error escapes, and nothing crashes. Each run draws anew, and names its seed (JAX_SPLITK_TEST_SEED) at its beginning and
+in failures."""
 
 import collections
 import dataclasses
@@ -44,7 +45,7 @@ def damaged(rng: Rng, text: str, other: str) -> bytes:
 
 
 def with_fewer_rows(rng: Rng, problem: Any) -> Any:
-    """The problem; of a product with a quantized weight, one of fewer rows."""
+    """The problem; for a product with a quantized weight, one with fewer rows."""
     if not isinstance(problem, QuantizedMatmulProblem):
         return problem
     return dataclasses.replace(problem, rows=int(rng.integers(max(1, problem.rows - 20), problem.rows + 1)))

@@ -144,7 +144,8 @@ def idea(path: pathlib.Path) -> str:
 
 
 def test_kernels_of_an_idea_use_no_other_idea() -> None:
-    """Device code of `device` and of their own folder, modules of `base` and `device`, too. `device` uses no other."""
+    """They use device code of `device` and of their own folder, and modules of these folders and of `base`. `device`
+    uses no other folder."""
 
     def others(path: pathlib.Path) -> set[str]:
         if path.suffix == ".py":
@@ -161,7 +162,7 @@ def test_kernels_of_an_idea_use_no_other_idea() -> None:
 
 
 def test_splits_have_one_base() -> None:
-    """Only its module makes what is launched to add partial sums."""
+    """Only its module makes the launches that add partial sums."""
     made = [
         p for p in python("jax_splitk") if re.search(r"\breduce_args\(", p.read_text().replace("def reduce_args", ""))
     ]
@@ -317,7 +318,7 @@ def test_functions_are_short() -> None:
 
 
 def state(tree: ast.Module) -> list[str]:
-    """Names of a module that hold an empty container, or a new object but for constants, and of what functions
+    """Names of a module that hold an empty container, or a new object other than a constant, and names that functions
     rebind."""
     found = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
     for node in tree.body:

@@ -92,7 +92,8 @@ def configs(text: str) -> list[wgrad_host.Config]:
 
 
 def lowered_config(fn: Callable[..., Any], *args: Any) -> wgrad_host.Config | None:
-    """That of a function that jit has not seen before; None where there is none."""
+    """The host family's config in the lowered program of a function that jit has not seen before; None if there is
+    none."""
     return next(iter(configs(jax.jit(functools.partial(fn)).lower(*args).as_text())), None)
 
 
@@ -217,7 +218,8 @@ def put(folder: pathlib.Path, key: Key, text: str | bytes) -> pathlib.Path:
 
 
 def assert_legal(candidate: Candidate, key: Key, target: Target) -> None:
-    """By the family's own predicate, and with fields of exactly the right types."""
+    """Asserts that the family's own predicate accepts the candidate, and that its fields have exactly the right
+    types."""
     family = candidate.family
     if family is None:
         return

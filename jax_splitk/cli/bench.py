@@ -99,7 +99,7 @@ def _check_files(*paths: pathlib.Path | None) -> None:
 
 
 def splits_of(text: str) -> list[int]:
-    """Ascending numbers of splits from "1:128", "1,2,4" or both; a range has its last number. Raises ValueError."""
+    """Ascending numbers of splits from "1:128", "1,2,4" or both; a range includes its last number."""
     found: set[int] = set()
     with contextlib.suppress(ValueError):
         for part in text.split(","):

@@ -59,7 +59,7 @@ def _as_dict(explained: Explanation) -> dict[str, Any]:
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """Measures and stores what no cache has; then as `explain`."""
+    """Measures and stores the problems that no cache has, then shows what `explain` shows."""
     with output.usage():
         given = arguments.seconds
         seconds = tuner.budget_seconds() if given is None else settings.positive("--seconds", given, "seconds")
@@ -149,7 +149,7 @@ def _decided(arguments: argparse.Namespace, *, measure: bool) -> tuple[Explanati
 def _of_problems(
     problems: list[Problem], target: Target, arguments: argparse.Namespace, measure: bool
 ) -> list[Decision]:
-    """The decision for each problem; with `measure`, after measuring what no cache has."""
+    """The decision for each problem; with `measure`, problems that no cache has are measured first."""
     with contextlib.ExitStack() as stack:
         if measure:
             asked = [(key_for(problem, target), current().workspace_limit) for problem in problems]
@@ -161,7 +161,7 @@ def _of_problems(
 
 
 def _take_note(left: collections.Counter[Problem], program: core.Jaxpr) -> None:
-    """Counts the operations of a program that is about to be lowered which are lax's, and could be ours."""
+    """Counts lax's operations that could be ours, in a program that is about to be lowered."""
     if not watch.state.traces_only:
         left.update(left_to_lax(program))
 

@@ -258,8 +258,8 @@ def conv_general_dilated(
     Under vmap a mapped input widens the batch of one convolution and of one weight gradient, and a mapped weight makes
     groups (with a mapped input) or more output channels (without).
 
-    Operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats) are lax's with their
-    gradients, as the log says.
+    For operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats), lax computes
+    the convolution and its gradients, and the log says so.
 
     Args:
       lhs: the input, e.g. [N, H, W, C], of a real dtype where `compute_dtype` is given.
@@ -280,8 +280,8 @@ def conv_general_dilated(
         float32 and holds the kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent
         of the output is converted to compute_dtype.
       config: as in `conv_wgrad`, for the weight gradient; under vmap for that of the one convolution of the batch.
-      implementation: as in `conv_wgrad`, for the weight gradient. The other passes are chosen by themselves, but for
-        "xla", which is for all three.
+      implementation: as in `conv_wgrad`, for the weight gradient. The other passes are chosen separately, except that
+        "xla" holds for all three.
       workspace_limit_bytes: as in `conv_wgrad`, for each pass.
 
     Returns:

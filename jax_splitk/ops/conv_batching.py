@@ -49,11 +49,11 @@ def define(primitive: core.Primitive) -> None:
 
 
 def _widened(conv: Convolution, mapped: Collection[str], size: int) -> tuple[Convolution, dict[str, tuple[int, int]]]:
-    """One convolution for all along a mapped axis, and where the axis goes in each array of `mapped` (lhs, rhs, g):
-    a dimension, and into how many groups this is divided, each of which takes the axis.
+    """One convolution for all along a mapped axis, and where the axis goes in each array of `mapped` (lhs, rhs, g): a
+    dimension, and the number of groups of this dimension, each of which takes the axis.
 
-    An axis that the weight lacks widens the batch, one that the input lacks the output channels, one that the output
-    lacks the input channels; and one that all have makes groups.
+    An axis that the weight lacks widens the batch. One that the input lacks widens the output channels, and one that
+    the output lacks, the input channels. One that all arrays have makes groups.
     """
     specs, features, batches = conv.dimension_numbers, conv.feature_group_count, conv.batch_group_count
     (n, c), (rhs_k, rhs_c), (g_n, g_k) = (spec[:2] for spec in (specs.lhs_spec, specs.rhs_spec, specs.out_spec))

@@ -41,9 +41,9 @@ class ConvCall(Call):
 
     Attributes:
       convolution: the forward convolution's parameters.
-      shape: the result's, of a gradient.
-      out_sharding: the result's on a mesh of explicit axes, if it is known.
-      wgrad_options: those of the weight gradient that may follow; None for a weight gradient.
+      shape: shape of the result, if it is a gradient.
+      out_sharding: sharding of the result on a mesh of explicit axes, if it is known.
+      wgrad_options: options of the weight gradient that may follow; None for a weight gradient.
     """
 
     convolution: Convolution
@@ -69,8 +69,8 @@ class ConvCall(Call):
         return avals, {**vars(self.convolution), "preferred_element_type": jnp.dtype(self.out_dtype)}
 
     def rule(self, avals: Sequence[Any]) -> Rule | str:
-        """A pass is divided along the batch, channels or groups, and along pixels where windows do not overlap. What
-        the result does not have is summed over."""
+        """A pass is divided along the batch, channels or groups, and along pixels where windows do not overlap.
+        Dimensions that the result lacks are summed over."""
         kind, problem, specs = self.kind, self.written(avals), self.convolution.dimension_numbers
         if problem.batch_group_count > 1:
             return "batch_group_count above 1"

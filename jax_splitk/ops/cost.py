@@ -19,7 +19,7 @@ from jax_splitk.tuning import watch
 
 @dataclasses.dataclass(frozen=True)
 class OperationCost:
-    """What one operation of jax_splitk takes; the function has `count` of them."""
+    """The operations and bytes of one jax_splitk operation; the function has `count` of them."""
 
     problem: Problem
     count: int
@@ -29,13 +29,13 @@ class OperationCost:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a function takes; `str()` of it is a table.
+    """The operations and bytes of a function; `str()` of it is a table.
 
     Attributes:
-      operations: jax_splitk's, in the order of the trace.
-      flops, bytes_accessed: of all of them.
-      rest_flops, rest_bytes_accessed: of everything else, as XLA counts them before it fuses anything.
-      total_flops, total_bytes_accessed: both.
+      operations: jax_splitk's operations, in the order of the trace.
+      flops, bytes_accessed: sums over these operations.
+      rest_flops, rest_bytes_accessed: those of everything else, as XLA counts them before it fuses anything.
+      total_flops, total_bytes_accessed: those of the whole function.
     """
 
     operations: tuple[OperationCost, ...]
@@ -73,14 +73,14 @@ class Cost:
 def cost(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     """Floating-point operations and bytes of `fn(*args, **kwargs)`, with those of our custom calls.
 
-    `jax.stages.Compiled.cost_analysis` and profilers take a custom call for nothing. Here each jax_splitk operation
-    counts as what it computes, whatever computes it: two for each multiplication and addition of the matrix product
-    that it is (those with padding, which XLA leaves out, too), and each operand read and the result written once. To
-    these comes XLA's `cost_analysis` of everything else. So the share of a GPU's peak that a step reaches is
-    `cost(step, *args).total_flops / seconds / peak`.
+    `jax.stages.Compiled.cost_analysis` and profilers count nothing for a custom call. Here each jax_splitk operation
+    counts the same for every implementation: two operations for each multiply-add of its matrix product (also those
+    with padding, which XLA leaves out), and the bytes of each operand and of the result once. XLA's `cost_analysis` of
+    everything else is added. So the share of a GPU's peak that a step reaches is `cost(step, *args).total_flops /
+    seconds / peak`.
 
-    As in XLA's analysis the body of a loop counts once. What shard_map divides counts as one device's part, what XLA
-    will partition counts whole.
+    As in XLA's analysis the body of a loop counts once. An operation inside shard_map counts as one device's part, and
+    one that XLA will partition counts as a whole.
 
     Nothing is compiled, run or tuned.
 

@@ -99,8 +99,8 @@ class DotCall(Call):
         return partitioning.with_explicit_sharding(out, self, avals)
 
     def rule(self, avals: Sequence[Any]) -> Rule:
-        """Every dimension may be divided; a contracting one that is leaves a sum over the devices, from which the
-        epilogue is computed."""
+        """Every dimension may be divided. If a contracting one is divided, the products are summed over the devices,
+        and the epilogue is computed from the sum."""
         contracting, batch = self.dimensions
         names: list[dict[int, str]] = []
         for i, free in enumerate(self.free(avals)):
@@ -155,7 +155,8 @@ class DotCall(Call):
         return avals[:2], of_lax | {"preferred_element_type": jnp.dtype(self.out_dtype)}
 
     def with_mapped(self, ranks: tuple[int, int], mapped: tuple[int | None, int | None]) -> tuple["DotCall", int]:
-        """The call for operands of these ranks that have a mapped dimension more, and its place in the result."""
+        """The call for operands that have a mapped dimension besides these ranks, and the place of that dimension in
+        the result."""
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = self.dimensions
         lhs_dim, rhs_dim = mapped
         after = lambda those, dim: tuple(i + (dim is not None and i >= dim) for i in those)  # noqa: E731

@@ -77,8 +77,8 @@ def dot_general(
     Raises:
       TypeError: dimension numbers that do not belong to the operands, as from lax; an epilogue's dtypes.
       ValueError: an unknown activation or implementation, a shape of an epilogue, a config that is not legal.
-      NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
-        device can tell is raised at lowering.
+      NotImplementedError: an explicit implementation or config that cannot serve; names the limit. Limits that depend
+        on the device raise it at lowering.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
 
     Example:
@@ -166,7 +166,7 @@ def _routed(
     options: Options,
     after: tuple[Any, Any, Any],
 ) -> jax.Array:
-    """By the primitive that computes it, or by lax; `after`: bias, activation and residual."""
+    """The product by the primitive that computes it, or by lax; `after`: bias, activation and residual."""
     reason = _left_to_lax(x, y, precision, preferred, out_sharding, compute_dtype)
     if reason is not None:
         if options.explicit and options.implementation != "xla":
@@ -211,7 +211,8 @@ def _left_to_lax(
 def _epilogue(
     x: jax.Array, y: jax.Array, dimensions: DimensionNumbers, bias: Any, activation: Any, residual: Any
 ) -> tuple[Epilogue, list[jax.Array]]:
-    """What is asked for and its operands, in the primitive's form; raises where they do not belong to the product."""
+    """The epilogue that the arguments ask for, and its operands, in the primitive's form. Raises an error if they do
+    not fit the product."""
     (x_contracting, y_contracting), (x_batch, y_batch) = dimensions
     rows = tuple(x.shape[i] for i in free_dimensions(x.ndim, x_contracting, x_batch))
     columns = tuple(y.shape[i] for i in free_dimensions(y.ndim, y_contracting, y_batch))

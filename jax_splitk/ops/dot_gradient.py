@@ -104,8 +104,8 @@ def _taylor(primals: Sequence[jax.Array], series: Sequence[Any], *, call: DotCal
 
 
 def _batch(args: Sequence[Any], dims: Sequence[int | None], *, call: DotCall) -> tuple[jax.Array, int]:
-    """Two mapped operands have one more batch dimension, a single one has one more free dimension, and what is mapped
-    with a bias is its dimension."""
+    """An axis that both operands have becomes a batch dimension, and an axis that one operand has becomes a free
+    dimension of it. An axis of the bias goes where the product's axis is."""
     args = [jnp.asarray(x) for x in args]  # one that is not mapped may be a number of Python
     lhs_dim, rhs_dim, epilogue = dims[0], dims[1], call.epilogue
     if call.options.config is not None:
@@ -127,7 +127,8 @@ def _batch(args: Sequence[Any], dims: Sequence[int | None], *, call: DotCall) ->
 
 
 def _with_dimension(operand: tuple[jax.Array, int | None], place: int, size: int) -> jax.Array:
-    """An operand with its mapped dimension at `place`, or repeated along one there."""
+    """The operand with its mapped dimension at `place`; an operand that is not mapped is repeated along a new dimension
+    there."""
     x, dim = operand
     if dim is not None:
         return jnp.moveaxis(x, dim, place)

@@ -48,13 +48,14 @@ def explain(
     Forward passes and input gradients that are lax's are left out, unless they were asked for by name: those for which
     no kernel competes, and those that are counted in `notes`, because XLA is faster.
 
-    Nothing is run, measured or compiled. Shapes are those of the trace: under vmap the batched ones, inside shard_map
-    a device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
-    several devices, XLA will partition it, and shown is a device's part, as Shardy divides it.
+    Nothing is run, measured or compiled. Shapes are those of the trace: under vmap the batched ones, inside shard_map a
+    device's part. `fn` is taken as one program: where an argument, or a sharding or mesh that `fn` names, lies on
+    several devices, XLA will partition it, and the result shows a device's part, as Shardy divides it.
 
     A laptop can explain what a GPU would do: `explain(step, params, batch, platform="cuda")` needs no GPU, no CUDA
     driver and no compiler of kernels, and takes `jax.ShapeDtypeStruct`s in place of arrays. It says what an H200 would
-    run, by the tables that ship with the package and the cost model; on the GPU itself caches and tuning come in.
+    run, by the tables that ship with the package and the cost model; on the GPU itself, caches and tuning count as
+    well.
 
     Args:
       fn: a function that `jax.make_jaxpr` accepts, e.g. a train step or `jax.grad` of a loss.

@@ -36,8 +36,8 @@ def mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> in
 
 
 def one_by_one(operands: Sequence[jax.Array], dims: Sequence[int | None], call: Any) -> jax.Array:
-    """The results along a mapped axis by a loop; the axis comes out in front. An explicit config needs it: it was made
-    for the operation that the caller sees."""
+    """The results along a mapped axis, computed in a loop; the axis is the first one of the result. An explicit config
+    requires a loop, because it was made for the operation that the caller sees."""
     size = mapped_size(operands, dims)
     in_front = tuple(batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims, strict=True))
     return lax.map(lambda each: call.bind(*each), in_front)

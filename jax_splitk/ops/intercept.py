@@ -89,10 +89,10 @@ def intercept(
     `jax_splitk.options` takes its defaults.
 
     While any block is open, in any thread, these six attributes of the module `jax.lax` are replaced; other threads
-    reach lax through them as before, and the last block that is left puts them back. Attributes, and not a rewritten
-    jaxpr: a jaxpr shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that
-    is replaced in it is one that lax has differentiated or batched already. And not the primitive: lax's own rules,
-    which our backward pass uses, call it too. So a function that was imported by its name (`from jax.lax import
+    reach lax through them as before, and the last block that is left puts them back. The jaxpr is not rewritten
+    instead: it shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that is
+    replaced in it is one that lax has differentiated or batched already. Nor is the primitive replaced: lax's own
+    rules, which our backward pass uses, call it, too. So a function that was imported by its name (`from jax.lax import
     conv_general_dilated`) or bound as a default, as in flax.nnx.Conv, which has an argument for it, is not replaced;
     `jax_splitk.explain` lists what is left to lax.
 
@@ -207,7 +207,8 @@ def _routed(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **
 
 
 def _with_compute_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
-    """With the block's for floating operands, whose result keeps the dtype that it would have."""
+    """The arguments with the block's compute_dtype, if the operands are floating. The result keeps the dtype that it
+    would have."""
     operands = ("lhs", "rhs") if "group_sizes" in arguments else ("lhs",)
     dtypes = [jnp.result_type(arguments[name]) for name in operands]
     compute_dtype = _context.value.compute_dtype

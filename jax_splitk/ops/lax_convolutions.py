@@ -37,13 +37,13 @@ class _Equation:
 
     @functools.cached_property
     def window(self) -> "_Window":
-        """How the window of the forward convolution moves, if the equation is one."""
+        """How the window of the forward convolution moves, if the equation is a forward convolution."""
         conv = self.conv
         sizes = (self.lhs[2:], self.rhs[2:], self.out[2:])
         return (*sizes, conv.window_strides, conv.lhs_dilation, conv.rhs_dilation, _low(conv))
 
     def problem(self, kind: type[ConvProblem], window: "_Window", padding: Pairs, **fields: Any) -> ConvProblem:
-        """The problem of a pass whose window moves so."""
+        """The problem of a pass with this window and padding."""
         arithmetic = {"dtype": self.dtype, "out_dtype": self.out_dtype, "precision": self.conv.precision}
         return kind(padding=padding, **arithmetic, **dict(zip(_FIELDS, window, strict=False)), **fields)
 
@@ -58,7 +58,7 @@ def passes(equations: Sequence[core.JaxprEqn]) -> Iterator[Problem]:
 
     A weight gradient contracts the batch, so the first dimension of its lhs plays the input features. Convolutions of
     arrays whose first dimension holds channels are not told apart. An input gradient's weight was reversed just before.
-    Where something came between, one without strides is taken for the forward pass that it also is.
+    If another operation came between, an input gradient without strides is taken for the forward pass that it also is.
     """
     found = [(eqn, _equation(eqn)) for eqn in equations if eqn.primitive is lax.conv_general_dilated_p]
     convolutions = [(eqn, each) for eqn, each in found if _compat.is_known(*each.lhs, *each.rhs, *each.out)]
@@ -114,16 +114,17 @@ def _forward(eqn: _Equation) -> ConvProblem:
 
 
 def _input_gradient(eqn: _Equation, paddings: Mapping[_Window, Any]) -> ConvProblem:
-    """The other pass of the forward convolution that the equation is. The high padding is that of the convolution whose
-    gradient it is."""
+    """The equation as the input gradient of another convolution. The padding's high side is that convolution's, if it
+    is known."""
     problem = transposed(_forward(eqn))
     window = (*(getattr(problem, name) for name in _FIELDS), tuple(low for low, _ in problem.padding))
     return dataclasses.replace(problem, padding=paddings.get(window, problem.padding))
 
 
 def _weight_gradient(eqn: _Equation, paddings: Mapping[_Window, Any]) -> ConvProblem:
-    """In each of its arrays the first two dimensions have changed places, and so have strides and the window's
-    dilation, feature groups and batch groups. The high padding is a forward convolution's."""
+    """The equation as a weight gradient: the first two dimensions of each of its arrays have changed places, and so
+    have strides and the window's dilation, and feature groups and batch groups. The high padding is that of the forward
+    convolution."""
     conv = eqn.conv
     moves = (conv.rhs_dilation, conv.lhs_dilation, conv.window_strides)
     window = (eqn.lhs[2:], eqn.out[2:], eqn.rhs[2:], *moves, _low(conv))

@@ -43,7 +43,7 @@ def grouped_products(equations: Iterable[core.JaxprEqn]) -> Iterator[RaggedDotPr
 
 
 def _parameters(ragged_dot_dimension_numbers: Any, precision: Any, **_: Any) -> tuple[Any, Any]:
-    """Those that matter of lax's equation."""
+    """The parameters of lax's equation that a problem depends on."""
     return ragged_dot_dimension_numbers, precision
 
 

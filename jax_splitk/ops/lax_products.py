@@ -70,7 +70,7 @@ def _products(jaxpr: core.Jaxpr, given: Mapping[Any, _Value]) -> tuple[list[Quan
 
 
 def _shape(var: Any) -> tuple[int, ...]:
-    """() for what has none, or one that is not known."""
+    """The shape of a variable; () if it has none, or an unknown one."""
     shape = getattr(var.aval, "shape", ())
     return shape if _compat.is_known(*shape) else ()
 
@@ -88,12 +88,12 @@ def _argument(var: Any) -> _Value:
 
 
 def _part(value: _Value, var: Any) -> _Value:
-    """The value where it has another name: as a loop's body sees it, it is a slice."""
+    """The value under another variable: the body of a loop sees a slice of it."""
     return dataclasses.replace(value, size=min(value.size, math.prod(_shape(var))))
 
 
 def _dimension_numbers(dimension_numbers: Any, **_: Any) -> Any:
-    """Those of lax's equation, by its parameters."""
+    """The dimension numbers among the parameters of lax's equation."""
     return dimension_numbers
 
 

@@ -43,7 +43,7 @@ class Rule:
     Attributes:
       operands: a name for each dimension of each operand. Dimensions of one name are divided alike, whatever their
         sizes.
-      result: likewise; what has a unit but is not here is summed over.
+      result: a name for each dimension of the result. Names that have a unit but are not in the result are summed over.
       units: by name, into how many parts of equal size a dimension can be cut; names that are not here stay whole.
       divided: takes the number of parts by name, and returns the call of one part (`call.Call`).
       finish: takes the sum over the devices and the operands of one device, and returns the result; None where the sum

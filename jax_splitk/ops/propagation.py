@@ -1,7 +1,8 @@
 """What automatic partitioning will make of a function, found without compiling: each device's problems.
 
 The function is lowered with a marker in the place of each of our operations, and Shardy propagates the shardings of its
-arguments and constraints, as it will when XLA compiles. What it leaves at the markers is what their rules divide.
+arguments and constraints, as it will when XLA compiles. Each operation's rule is then applied to the shardings at its
+marker.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ class Operation:
 
     Attributes:
       problem: a device's.
-      note: for the reader: of what it is a part, what XLA computes of it; empty for the whole of an operation.
+      note: for the reader: the operation of which it is a part, or the part that XLA computes; empty for a whole
+        operation.
       undivided: why XLA partitions it; None where it does not.
     """
 

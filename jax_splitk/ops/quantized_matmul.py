@@ -38,7 +38,7 @@ def quantized_matmul(
     Runs under jit, vmap (over x, w or both), scan, remat and shard_map. It can be differentiated with respect to x (in
     which it is linear), the scales and floating zero points, in forward and reverse mode and to any order. Adapters on
     a frozen weight (QLoRA, arXiv:2305.14314) need the gradient of x; quantization-aware training needs those of scales
-    and zero points. Each is computed only if it is needed.eger leaves have cotangents of dtype float0. Integer zero
+    and zero points. Each is computed only if it is needed. Integer leaves have cotangents of dtype float0. Integer zero
     points, which packing turns into floats, have cotangents of 0.
 
     Kernels take a PackedWeight and an x of 16 or 8 bits. Lowering chooses a kernel or XLA, as for `conv_wgrad`, under

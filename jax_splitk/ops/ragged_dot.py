@@ -48,12 +48,12 @@ def ragged_dot(
 
     The layers of a mixture of experts are such products: rows of lhs are tokens, sorted by expert, rhs has the weights
     of all experts, and group_sizes says how many tokens each has. lax multiplies every token with every expert and
-    throws away most of it; here a token meets its own expert only.
+    discards most of the results; here each token is multiplied with its own expert only.
 
-    Group i is the rows behind those of the groups before it, as many as group_sizes[i] says. A negative size counts as
-    0. Rows at and beyond the sum of the sizes belong to no group: their results are zeros, and nothing in them, be it
-    NaN, reaches any result or gradient. Rows beyond the end of lhs are not there, however large the sizes are. An empty
-    group is not computed; its gradient is zeros.
+    Group i has group_sizes[i] rows, which follow the rows of the groups before it. A negative size counts as 0. Rows at
+    and beyond the sum of the sizes belong to no group: their results are zeros, and nothing in them, not even NaN,
+    reaches any result or gradient. If the sum of the sizes is larger than m, the groups end at the last row of lhs. An
+    empty group is not computed; its gradient is zeros.
 
     It is bilinear in lhs and rhs: forward and reverse mode of any order, vmap of any of the operands, scan, remat and
     shard_map work, and cotangents are grouped products as well. Under jit over sharded arrays tokens, experts and
@@ -66,8 +66,9 @@ def ragged_dot(
       precision: as in lax, for float32 operands: DEFAULT and HIGH multiply in tf32, HIGHEST in float32. What else lax
         takes (a pair, an algorithm) is left to lax.
       preferred_element_type: dtype of the result; None for that of the operands.
-      group_offset: [1], of an integer dtype. rhs then has the matrices of some groups only, those from this one on, and
-        group_sizes has the sizes of all: results of rows of other groups are zeros. lax refuses it.
+      group_offset: [1], of an integer dtype: the first group whose matrix is in rhs. rhs then has the matrices of some
+        neighbouring groups, and group_sizes has the sizes of all groups. Results of rows of other groups are zeros. lax
+        refuses this argument.
       out_sharding: as in lax, which computes the product then.
       compute_dtype: bfloat16, float16 or float32: operands are rounded to it, and sums are float32. None for the
         operands' dtype. A cotangent has the dtype of its operand, and is not rounded to `compute_dtype`.
@@ -81,8 +82,8 @@ def ragged_dot(
     Raises:
       TypeError: shapes or dtypes that do not belong together, as from lax.
       ValueError: a group_offset of another shape, an unknown implementation, a config that is not legal.
-      NotImplementedError: an explicit implementation or config that cannot serve; names the limit. What only the
-        device can tell is raised at lowering.
+      NotImplementedError: an explicit implementation or config that cannot serve; names the limit. Limits that depend
+        on the device raise it at lowering.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
 
     Example:
@@ -112,11 +113,11 @@ def ragged_dot_general(
 ) -> jax.Array:
     """A grouped product with the arguments of `jax.lax.ragged_dot_general`: `ragged_dot` for any dimensions.
 
-    lax's three modes follow from the kind of lhs's ragged dimension. One that is not contracted makes a product as that
-    of `ragged_dot`: [b, m, k] and [g, b, k, n] give [b, m, n]. One that is contracted makes what the gradient of its
-    weights is: [b, m, k] and [b, m, n] give [g, b, k, n], a sum over the rows of each group. One that is a batch
-    dimension makes a `dot_general`, which looks at no group. Batch dimensions and several dimensions of a kind are
-    allowed, and rhs may have the contracted ones last: it is not transposed.
+    lax's three modes follow from the kind of lhs's ragged dimension. If it is not contracted, the product is that of
+    `ragged_dot`: [b, m, k] and [g, b, k, n] give [b, m, n]. If it is contracted, the product is that of the gradient of
+    rhs: [b, m, k] and [b, m, n] give [g, b, k, n], a sum over the rows of each group. If it is a batch dimension, the
+    product is a `dot_general`, which ignores the groups. Batch dimensions and several dimensions of a kind are allowed,
+    and rhs may have the contracted ones last: it is not transposed.
 
     Args:
       lhs: as in `ragged_dot`.
@@ -159,7 +160,7 @@ def _routed(
     compute_dtype: Any,
     options: Options,
 ) -> jax.Array:
-    """By the primitive that computes it, or by lax."""
+    """The product by the primitive that computes it, or by lax."""
     x, y, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     offset = None if group_offset is None else _offset(group_offset)
     reason = _left_to_lax(x, y, precision, preferred, out_sharding, compute_dtype)

@@ -74,7 +74,7 @@ def _cotangent(
     rhs_order: str = "gkn",
 ) -> jax.Array:
     """The cotangent of an operand of type `of` at `place` among the operands of `call`, as another pass of these
-    operands; summed over the dimensions of the batch that the operand has not."""
+    operands; summed over the dimensions of the batch that the operand lacks."""
     summed = tuple(dim for dim in range(call.rank) if dim not in call.batch[place])
     out_dtype, compute_dtype = of.dtype, call.compute_dtype
     if compute_dtype == E4M3:  # which bfloat16 holds, and a cotangent is not rounded to it before the product
@@ -108,8 +108,8 @@ taylor.define(ragged_dot_p, taylor.bilinear)
 def _batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], *, call: RaggedDotCall
 ) -> tuple[jax.Array, int | None]:
-    """What is mapped alone becomes a part of the rows (lhs) or of the columns that the result has of it; all else is
-    one more dimension of the batch."""
+    """An axis that a single operand has joins its rows (lhs), or the columns that the result has of it. Any other axis
+    becomes a dimension of the batch."""
     if all(dim is None for dim in dims):
         return call.bind(*args), None
     if call.options.config is not None or any(dim is not None for dim in dims[3:]):

@@ -68,7 +68,7 @@ def _placements(eqn: core.JaxprEqn) -> Iterator[Any]:
 
 
 def _several(placement: Any) -> bool:
-    """Abstract meshes are parts of types and place nothing."""
+    """Whether a placement names several devices. Abstract meshes are parts of types and place nothing."""
     if isinstance(placement, jax.sharding.Mesh):
         return placement.size > 1
     abstract = isinstance(getattr(placement, "mesh", None), jax.sharding.AbstractMesh)

@@ -30,20 +30,21 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class DotProblem:
     """out[b, m, n] = activation(sum over k of lhs[b, m, k] * rhs[b, k, n] + bias[m or n]) + residual[b, m, n].
 
-    All but the product is its epilogue, which is computed once of the whole sum, in float32 (float64 where anything
-    is), and then rounded to `out_dtype`.
+    Everything except the product is its epilogue. It is computed once, from the whole sum, in float32 (in float64 if
+    any dtype is float64), and then rounded to `out_dtype`.
 
     Attributes:
       batch, m, n, k: sizes. Several dimensions of `lax.dot_general` that are neighbours in both operands are one here.
       lhs_order, rhs_order: the operands' dimensions in memory, the last one contiguous; see `LHS_ORDERS` and
         `RHS_ORDERS`. With a batch of 1 it is in front.
-      dtype: of both operands.
-      out_dtype: of the result, which is [batch, m, n].
-      precision: "default", "high" or "highest"; of float32 operands.
-      bias: "m" or "n" for one value of each row or column of the result, the same in all of the batch; "none".
-      bias_dtype: its dtype; "none" without.
+      dtype: dtype of both operands.
+      out_dtype: dtype of the result, which is [batch, m, n].
+      precision: "default", "high" or "highest"; for float32 operands.
+      bias: "m" or "n" for one value of each row or column of the result, the same in all of the batch; "none" without a
+        bias.
+      bias_dtype: dtype of the bias; "none" without a bias.
       activation: a name of `ACTIVATIONS`, or "none".
-      residual_dtype: dtype of what is added last; "none" without.
+      residual_dtype: dtype of the residual, which is added last; "none" without a residual.
     """
 
     batch: int

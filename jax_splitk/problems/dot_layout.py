@@ -15,7 +15,7 @@ class Operand:
     """How an operand becomes the three-dimensional one of a `DotProblem`: by a reshape where `transpose` is None.
 
     Attributes:
-      transpose: of the operand's dimensions, before the reshape.
+      transpose: permutation of the operand's dimensions before the reshape.
       order: the letters b, k and m or n.
       shape: sizes in that order.
     """
@@ -71,6 +71,6 @@ def _operand(shape: Sequence[int], contracting: Sequence[int], batch: Sequence[i
 
 
 def _ascends(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether dimensions that are to be merged lie in their order."""
+    """Whether dimensions that are to be merged are in ascending order, apart from those of size 1."""
     those = [i for i in dims if shape[i] != 1]
     return those == sorted(those)

@@ -26,7 +26,8 @@ def finished(sums: jax.Array, bias: jax.Array | None, activation: str, residual:
 
 
 def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
-    """[batch, m, n] of operands whose dimensions lie in the problem's orders, and those of its epilogue."""
+    """The result [batch, m, n], from operands whose dimensions are in the problem's orders, and the operands of its
+    epilogue."""
     if problem.epilogue:
         operands = list(rest)
         bias = None if problem.bias == "none" else operands.pop(0)

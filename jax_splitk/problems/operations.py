@@ -23,16 +23,16 @@ class Operation:
 
     Attributes:
       problem: the type of its problems.
-      random_operands: of (problem, seed), the operands of one call in the order of the custom call's buffers, on
-        the host.
-      reference: of (problem, *operands), the result in plain lax. It is what XLA competes with, and for the problem
-        with out_dtype="float32" what results are checked against.
-      representatives: of a problem, those whose decision may hold for it, too.
-      check: likewise, for results that take `reference` memory or time for more than the operands: what results are
-        checked against where it is given.
+      random_operands: function of (problem, seed): the operands of one call in the order of the custom call's buffers,
+        on the host.
+      reference: function of (problem, *operands): the result in plain lax. XLA competes with this function, and results
+        are checked against it for the problem with out_dtype="float32".
+      representatives: function of a problem: the problems whose decisions may hold for it, too.
+      check: the same as `reference`, with less memory or time. If it is given, results are checked against it.
       kinds: how many kinds of random operands there are; seeds in a row draw one kind after the other. A candidate's
         time is the mean over all kinds.
-      represented: of a problem, those that its decision may hold for, one for each kernel that it may need there.
+      represented: function of a problem: problems for which its decision may hold, one for each kernel that it may
+        need.
     """
 
     problem: type[Any]

@@ -26,7 +26,7 @@ class Problem(Protocol):
 
     @property
     def operand_types(self) -> ArrayTypes:
-        """In the order of the custom call's buffers."""
+        """(shape, dtype) of each operand, in the order of the custom call's buffers."""
         ...
 
     @property
@@ -70,8 +70,8 @@ def brief_dtypes(dtype: str, out_dtype: str) -> str:
 
 
 def require_fields(problem: Any, least: Mapping[str, int], choices: Mapping[str, Sequence[str]]) -> None:
-    """Raises ValueError unless the fields of `least` are integers of at least that, and those of `choices` among
-    these."""
+    """Raises ValueError unless each field in `least` is an integer of at least its value there, and each field in
+    `choices` is one of its values there."""
     for name, low in least.items():
         value = getattr(problem, name)
         require(type(value) is int and low <= value < MOST, f"{name}={value!r}", f"an integer of at least {low}")

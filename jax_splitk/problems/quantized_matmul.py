@@ -95,8 +95,9 @@ class QuantizedMatmulProblem:
     def representatives(self) -> tuple["QuantizedMatmulProblem", ...]:
         """Problems whose decision may hold for this one, the one that most others share first.
 
-        That is of rows that fill the next widest tile, or above 256 rows a quarter of a power of two: 320, 384, 448,
-        512, 640. Then of rows that fill the same tiles, of any width: the next multiple of 32.
+        The first one has as many rows as fill the next widest tile, or, above 256 rows, a multiple of a quarter of a
+        power of two: 320, 384, 448, 512, 640. The second one fills the same tiles of any width: its rows are the next
+        multiple of 32.
         """
         step = max(_TILE_ROWS, 1 << max(0, (self.rows - 1).bit_length() - 3))
         coarse = next((rows for rows in _FULL_TILES if rows >= self.rows), _ceil(self.rows, step))

@@ -92,8 +92,8 @@ def by_blocks(
     group_sizes: jax.Array,
     group_offset: jax.Array | None = None,
 ) -> jax.Array:
-    """The result of a problem, block of rows by block of rows: in no more memory than operands and result take, and
-    with no row multiplied twice, which lax needs for every group."""
+    """The result of a problem, block of rows by block of rows. It takes no more memory than operands and result, and
+    multiplies each row once, while lax takes both for every group."""
     starts, sizes = bounds(group_sizes, problem.m)
     if group_offset is not None:
         starts, sizes = (_of_groups(x, group_offset, problem.groups) for x in (starts, sizes))
@@ -102,7 +102,7 @@ def by_blocks(
     options = {"precision": lax.Precision[problem.precision.upper()], "preferred_element_type": wide}
 
     def add_block(i: jax.Array, begin: jax.Array, out: jax.Array) -> jax.Array:
-        """The rows of group i from `begin` on, of which a last block has some that were there before."""
+        """Adds the block of rows of group i that begins at row `begin`. A last block overlaps the one before it."""
         first = jnp.minimum(begin, problem.m - block)
         row = first + jnp.arange(block)
         inside = ((row >= begin) & (row < starts[i] + sizes[i]))[:, None]
@@ -129,7 +129,7 @@ def _with_batch(x: jax.Array, dims: Sequence[int], shape: tuple[int, ...]) -> ja
 
 
 def _moved(x: jax.Array, by: jax.Array) -> jax.Array:
-    """[..., m, k] with its rows rotated by `by` places, [..., 1]."""
+    """The array [..., m, k] with its rows rotated by `by` [..., 1] places."""
     m = x.shape[-2]
     own = lax.broadcasted_iota(jnp.int32, (*by.shape[:-1], m), by.ndim - 1)
     rows = jnp.remainder(own - by, jnp.asarray(m).astype(jnp.int32))

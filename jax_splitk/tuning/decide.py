@@ -66,8 +66,8 @@ def tuning_result(query: Query) -> Found | None:
 
 
 class InCommon:
-    """Sources that are asked in turn until the decision is settled. The processes of a job do not have the same there:
-    process 0 asks, and the others take its answer."""
+    """Sources that are asked in turn until the decision is settled. Their answers may differ between the processes of a
+    job, so process 0 asks them, and the others take its answer."""
 
     def __init__(self, *sources: Callable[[Query], Found | None]) -> None:
         self._sources = sources
@@ -106,8 +106,8 @@ class InCommon:
 
 
 def frozen_mode(query: Query) -> Choice | None:
-    """In frozen mode XLA for an implied pass, which caches of weight gradients do not have; FrozenCacheMiss for a pass
-    that the caller named. No answer where no decision is needed, or one has none for the implementation."""
+    """In frozen mode, XLA for an implied pass, since caches of weight gradients lack it; FrozenCacheMiss for a pass
+    that the caller named. No answer if no decision is needed, or if a decision has none for the implementation."""
     problem = query.key.problem
     if not query.final or disk.mode() != "frozen" or why_not_tuned(problem, query.key.target) or lookup.LOCAL(query):
         return None

@@ -25,7 +25,8 @@ def noted(old: Entry | None, new: Entry) -> Entry:
 
 
 def _of(entry: Entry) -> dict[str, Any] | None:
-    """The note of `noted` in an entry, which may come from a file."""
+    """The note that `noted` put into an entry. None if there is none, or if it is not valid, since an entry may come
+    from a file."""
     found = entry.metadata.get("again")
     return found if isinstance(found, dict) and isinstance(found.get("changed"), bool) else None
 

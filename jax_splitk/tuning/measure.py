@@ -384,7 +384,8 @@ def _run(contestant: Contestant, repeats: int) -> None:
 
 
 def _whole_groups(sets: int, kinds: int = 1) -> int:
-    """At least so many sets that calls share them evenly, as many of each kind."""
+    """The least number of sets, at least `sets`, that calls share evenly and that has equally many sets of each
+    kind."""
     if sets <= CALLED_TOGETHER:
         few = -(-sets // kinds) * kinds
         if few <= CALLED_TOGETHER:

@@ -25,8 +25,6 @@ _ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/b
 def autotune(target: Target) -> bool:
     """Whether a miss is measured: `JAX_SPLITK_AUTOTUNE`, by default "on_miss" on a GPU and "off" on the CPU. Raises
     ValueError for any other word.
-
-    Raises ValueError for any other word.
     """
     return settings.word("JAX_SPLITK_AUTOTUNE", "on_miss" if target.platform == "cuda" else "off") == "on_miss"
 
@@ -35,9 +33,6 @@ def measurement(query: Query) -> Found | None:
     """A source of decisions: measures the keys of `to_measure` until one decides for the query. None, with a line in
     the log, if nothing may be measured or the measurement fails: a failure, such as running out of memory, must not end
     the user's program.
-
-    None, with a line in the log, where nothing may be measured, or where it fails: a failed measurement (out of memory,
-    say) must not fail the user's program.
     """
     keys = to_measure(query)
     if not keys:

@@ -42,11 +42,11 @@ class Options:
         return self.implementation is not None or self.config is not None
 
     def without_config(self) -> "Options":
-        """For another problem, for which the config was not made."""
+        """The options for another problem, for which the config was not made."""
         return dataclasses.replace(self, config=None)
 
     def of_another_pass(self, *, implied: bool = True, forward_only: bool = False) -> "Options":
-        """For another pass of the convolution, which the implementation may not be able to serve."""
+        """The options for another pass of the convolution, which the implementation may not be able to serve."""
         implementation = "xla" if self.implementation == "xla" else None
         return dataclasses.replace(
             self, config=None, implementation=implementation, implied=implied, forward_only=forward_only

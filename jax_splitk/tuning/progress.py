@@ -42,7 +42,7 @@ class Run:
       total: how many there will be; None where they come up one by one.
       known: how many more were known before.
       measured: the new entries.
-      steps: (count, entry) of each operation of a step, once it is decided; empty where nobody counted them.
+      steps: (count, entry) of each operation of a step that is decided; empty if operations are not counted.
     """
 
     def __init__(self, total: int | None = None, known: int = 0):

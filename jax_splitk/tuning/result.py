@@ -49,7 +49,7 @@ class TuningResult:
         return self is other or (isinstance(other, TuningResult) and self.digest == other.digest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As text: a kernel family is this process's own."""
+        """Pickles the text, since a kernel family belongs to one process."""
         return TuningResult.loads, (self.dumps(),)
 
     def __len__(self) -> int:

@@ -143,7 +143,7 @@ class Search:
         return time.monotonic() - (0.0 if self.bench is None else self.bench.waited)
 
     def stuck(self) -> Candidate | None:
-        """The candidate that has been running on the device for longer than anything that comes back."""
+        """The candidate that has been running on the device for longer than `STUCK_SECONDS`; None if there is none."""
         running = None if self.bench is None else self.bench.running
         return running[0] if running is not None and time.monotonic() - running[1] > STUCK_SECONDS else None
 
@@ -311,7 +311,8 @@ class Search:
         return finalists
 
     def _steady(self, bench: Bench, finalists: list[Contestant]) -> list[Contestant]:
-        """Those that lose badly on no kind of operands; all where each does on some. The mean does not show it."""
+        """The finalists that lose badly on no kind of operands; all of them if each loses on some kind. The mean does
+        not show such a loss."""
         if OPERATIONS[self.key.problem.op].kinds == 1 or len(finalists) < 2:
             return finalists
         times = [bench.times_of_kinds(contestant) for contestant in finalists]

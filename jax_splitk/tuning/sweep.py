@@ -209,7 +209,7 @@ def _measured(
 
 
 def _time(bench: Bench, contestants: Sequence[Contestant]) -> bool:
-    """Times the contestants. Returns whether the profiler did."""
+    """Times the contestants; returns whether the profiler did."""
     for contestant in contestants:
         contestant.times, contestant.device_times = [], []
     bench.time(contestants, ROUNDS, math.inf)

@@ -44,7 +44,7 @@ class Table:
 
     @property
     def target(self) -> Target:
-        """The table's machine, of a table that has rows."""
+        """The machine of a table that has rows."""
         machine = self.machine
         if machine is None:
             raise InvalidEntry("the table is empty")

@@ -87,7 +87,7 @@ def tune(
     """Decides by measurement on the local device, and waits for it. The caller holds the `turn` of `searches.Searches`.
 
     The search has a thread of its own. So it is free of the trace, mesh and other JAX contexts of the caller, and the
-    process can go on (and end) where a kernel does not come back.
+    process can go on (and end) if a kernel does not come back.
 
     Args:
       key: the key to decide, for the local device.
@@ -98,7 +98,7 @@ def tune(
     Raises:
       RuntimeError: XLA itself fails on the problem (out of memory, for instance), or an earlier measurement of this
         process has not come back.
-      CompilerUnavailable: there is no compiler for our candidates. XLA would win, and stay in the cache.
+      CompilerUnavailable: there is no compiler for our candidates. A search would choose XLA, and store that.
       KeyboardInterrupt: what was measured until then is stored, and the next tuning of the problem goes on from there.
     """
     missing = toolchain.unavailable() if key.target.platform == "cuda" else None
@@ -183,7 +183,7 @@ def _operands_bytes(key: Key) -> int:
 
 @contextlib.contextmanager
 def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Iterator[None]:
-    """In the block, keys and limits in the order in which it will ask for them, with a budget for each: while one is
+    """The block will ask for these keys and limits, in this order, with a budget of `seconds` for each. While one is
     waited for, the next ones are searched and their kernels compiled."""
     here = not agreement.needed()  # in a job nothing must disturb process 0
     searches.state.queue = {k: Queued(seconds) for k in keys if here and k[0].target.platform == "cuda"}
@@ -221,7 +221,7 @@ def _abandon(running: Running) -> None:
 
 
 def _give_up(running: Running) -> None:
-    """Ends a search that was not waited for, or not to the end, and stores what it has measured."""
+    """Ends a search for which nobody waits, or no longer, and stores what it has measured."""
     _abandon(running)
     if running.result.done():
         entry = None if running.result.exception() else running.result.result()

@@ -123,7 +123,7 @@ def estimated(problem: Problem, target: Target, candidates: Sequence[Candidate],
 
 
 def test_options_are_forced_and_timed_beside_the_best(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """On problems of the grouped families, which are the fewest. Nothing is compiled."""
+    """The problems are those of the grouped families, which are the fewest."""
     monkeypatch.setattr(options, "measured", estimated)
     monkeypatch.setattr(options, "_compiled", lambda given, given_up: None)
     some = [record for record in recorded() if any("_grouped" in c.name for c in record.times())][:30]

@@ -341,7 +341,7 @@ PLAIN = """
 
 @pytest.mark.parametrize("words", [("explain",), ("tune", "--dry-run"), ("tune", "--seconds", "0.05")])
 def test_what_a_script_leaves_to_lax_is_listed(words: tuple[str, ...], script: pathlib.Path, capsys: Any) -> None:
-    """Each operation once, although the tuner lowers it in lax again."""
+    """Each operation is listed once, although the tuner lowers it in lax again."""
     routed = textwrap.dedent(SCRIPT).replace("explicit = ", "explicit = 0 and ")
     for others in ("", routed):
         script.write_text(textwrap.dedent(PLAIN) + others)

@@ -97,7 +97,7 @@ print(json.dumps(found))
 def test_a_machine_without_a_compiler_runs_what_was_exported(
     cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
 ) -> None:
-    """The kernels of an H200's decisions, compiled by another version of NVRTC."""
+    """The kernels are those of an H200's decisions, compiled by another version of NVRTC."""
     for entry in (decided(WGRAD), decided(PRODUCT)):
         put(cache, entry.key, entry.dumps())
     bundle = tmp_path / "bundle"
@@ -146,7 +146,7 @@ def test_kernels_that_lost_stay_behind(cache: pathlib.Path, tmp_path: pathlib.Pa
 def test_a_decision_for_some_rows_has_the_kernels_of_fewer(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above 64 rows the number of tiles is a macro: 4 for the 96 rows here, and 3."""
+    """Above 64 rows the number of tiles is a macro, so the decision for 96 rows needs kernels for 4 tiles and for 3."""
     monkeypatch.setattr(compiler, "compile_sources", lambda sources: [FAKE for _ in sources])
     key = key_for(dataclasses.replace(PRODUCT, rows=320, k=4096, features=8192), DEFAULT_CUDA)
     choice = Candidate(tiled.FAMILY, tiled.Config(128, 96, 6, 132, 1))
@@ -231,7 +231,7 @@ def test_verify_finds_what_the_compiler_did_not_make(
 
 
 def test_exported_entries_are_those_of_the_cache(cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
-    """Entries of every machine. Evidence such as the driver is not a part of their keys."""
+    """The export has entries of every machine. Evidence such as the driver is not a part of their keys."""
     entry = decided(PRODUCT)
     other = dataclasses.replace(entry, evidence={**entry.evidence, "metadata": {"driver": "2"}})
     put(cache, entry.key, entry.dumps())

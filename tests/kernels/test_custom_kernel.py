@@ -183,7 +183,7 @@ def test_headers_beside_the_source_come_first(cuda: Any, tmp_path: pathlib.Path)
 
 
 def test_a_compilers_errors_name_the_files_and_their_lines(cuda: Any, tmp_path: pathlib.Path) -> None:
-    """Also if the package's structs and headers precede and interrupt them in the text."""
+    """This holds even if the package's structs and headers precede and interrupt them in the text."""
     (tmp_path / "mine.cuh").write_text('#include "device/ptx.cuh"\n\nconstexpr int MINE = in_mine;\n')
     lines = (
         '#include "structs.cuh"',

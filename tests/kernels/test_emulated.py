@@ -97,7 +97,7 @@ def test_a_late_warp_is_found(meet: bool, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_was_not_waited_for_is_not_there(tmp_path: pathlib.Path) -> None:
-    """If the copy is late."""
+    """The data is missing if its copy is late."""
     text = COPY + "__syncthreads();" + USE + "pipeline.wait_full({});"
     assert any(np.isnan(run(tmp_path, text, seed=seed)).all() for seed in range(8))
 
@@ -125,7 +125,7 @@ COSTS = {
 
 
 def test_what_accesses_cost(tmp_path: pathlib.Path) -> None:
-    """Requests, and wavefronts or lines with and without conflicts and gaps."""
+    """The costs are requests, and wavefronts or lines with and without conflicts and gaps."""
     accesses: list[emulator.Access] = []
     run(tmp_path, "\n".join(["uint32_t v[4] = {};", *COSTS]), accesses)
     assert {a.statement: (a.kind, (a.requests, a.paid, a.ideal)) for a in accesses} == COSTS

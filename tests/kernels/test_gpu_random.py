@@ -122,6 +122,6 @@ def test_random_problems_are_exact(number: int) -> None:
 
 
 def test_nan_reaches_what_depends_on_it_and_nothing_else() -> None:
-    """On every ninth problem, of all kinds in turns."""
+    """Runs every ninth problem; all kinds take their turns."""
     with seeded(51):
         check((run for runs in drawn()[1] for run in runs if run.seed % 9 == 0), locality)

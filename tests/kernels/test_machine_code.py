@@ -271,7 +271,7 @@ def gradients() -> list[Problem]:
 
 
 def passes() -> list[Problem]:
-    """The forward pass and the input gradient of each."""
+    """Forward passes and input gradients of the convolutions of `gradients`."""
     return [OPERATIONS[op].problem(**vars(p)) for op in ("conv_fprop", "conv_dgrad") for p in gradients()]
 
 
@@ -432,7 +432,7 @@ def test_no_product_of_a_short_range_is_missing() -> None:
 
 
 def test_epilogues_do_not_spill() -> None:
-    """In the code with the fewest registers: the reduction, and two thread blocks on a multiprocessor."""
+    """Compiles the code with the fewest registers: the reduction, and two thread blocks on a multiprocessor."""
     after = {"bias": "n", "bias_dtype": "float32", "residual_dtype": "bfloat16"}
     small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
     configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
@@ -446,7 +446,7 @@ def test_two_blocks_of_two_consumers_do_not_spill() -> None:
 
 
 def test_sums_of_e4m3_do_not_spill() -> None:
-    """With three consumers, which have the fewest registers for sums that are held twice."""
+    """Compiles three consumers, which have the fewest registers for sums that are held twice."""
     problem = DotProblem(1, 264, 328, 4096, "bmk", "bnk", "float8_e4m3fn", "bfloat16")
     check_all([Run(tma.FAMILY, problem, tma.Config(192, 128, 5))])
 

@@ -150,7 +150,7 @@ def test_problems_are_valid_in_both_directions(name: str) -> None:
 
 
 def test_a_single_tap_is_not_dilated() -> None:
-    """So that 1x1 filters are matrix products, whatever their dilation. Others keep theirs."""
+    """So 1x1 filters are matrix products with any dilation."""
     conv = Conv((9, 8), (1, 3), rhs_dilation=(3, 2), padding=((1, 0), (2, 1)))
     lhs, rhs, g = conv.integers(generator(12))
     wgrad = functools.partial(conv.wgrad, implementation="host")
@@ -202,7 +202,7 @@ def test_a_transposed_convolutions_weight_gradient_has_strides(strides: tuple[in
 
 @pytest.mark.parametrize("name", ["plain", "depthwise", "batch_groups", "nhwc_oihw_nchw", "transposed"])
 def test_own_derivatives_are_laxs(name: str) -> None:
-    """In both modes, to second order."""
+    """Derivatives are compared in both modes, to second order."""
     conv = {**GEOMETRIES, "transposed": TRANSPOSED}[name]
     lhs, rhs, g = conv.integers(generator(7))
 
@@ -310,7 +310,7 @@ def decided_for_xla(passes: Sequence[Decision]) -> jax_splitk.TuningResult:
 
 
 def placed(devices: str, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """On one device, or with the batch over several."""
+    """lhs and rhs on one device, or with the batch over several devices."""
     if devices == "one":
         return lhs, rhs
     axis_type = AxisType.Auto if devices == "automatic axes" else AxisType.Explicit

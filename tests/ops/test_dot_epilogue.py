@@ -100,7 +100,7 @@ def test_gradients_of_single_operands_and_second_ones() -> None:
 
 @pytest.mark.parametrize("over", ["m", "n"])
 def test_vmap_of_every_operand(over: str) -> None:
-    """Also with several free and batch dimensions, and a bias with as many."""
+    """Operands also have several free and batch dimensions, and the bias as many."""
     rng = np.random.default_rng(SEED)
     dimensions = (((3,), (1,)), ((1,), (0,)))  # [batch 2; 3, 4; 5]
     shapes = ((3, 2, 4, 6), (2, 6, 5), (3, 4, 1) if over == "m" else (5,), (2, 3, 4, 5))
@@ -122,7 +122,7 @@ def test_vmap_of_every_operand(over: str) -> None:
 
 
 def test_mapped_products_stay_one_product() -> None:
-    """For a stack of rows, for weights with a bias each, and for both with one bias for all."""
+    """Mapped are a stack of rows, weights with a bias each, or both with one bias for all."""
     x, w, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 32), (32,)))
 
     def layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:

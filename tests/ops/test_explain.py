@@ -69,7 +69,7 @@ ONE = [(PROBLEM_TEXT, 1)]
 
 @pytest.fixture
 def large_passes_are_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the cost models have been fitted to."""
+    """Makes large passes XLA's, whatever data the cost models were fitted to."""
 
     def faster_xla(candidate: Any, seconds: float, problem: Any, target: Any, doubted: bool = True) -> float | None:
         return seconds / 2 if problem.batch == LARGE.shape[0] and problem.op != "conv_wgrad" else None
@@ -147,7 +147,8 @@ def test_found_in_shard_map_with_a_devices_part() -> None:
 
 
 def test_a_partitioned_program_shows_each_devices_part() -> None:
-    """By the shardings of arguments, of jit and inside the function; of what it closes over only for the rest."""
+    """Shardings of arguments, of jit and inside the function determine the parts. Those of arrays that the function
+    closes over count only for the rest."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("data"), P()))
     lhs, rhs = LHS, RHS

@@ -70,7 +70,7 @@ def wgrad(conv: Conv, lhs: jax.Array, g: jax.Array, **options: Any) -> jax.Array
 
 
 def weights(case: products.Case) -> tuple[PackedWeight, np.ndarray]:
-    """Packed, and its values in float64; products with small integers are exact."""
+    """A packed weight, and its values in float64; products with small integers are exact."""
     q, values = products.exact_weight(case, seed=3)
     return prepack(q), values
 
@@ -111,7 +111,7 @@ def limited(name: str) -> tuple[Callable[..., jax.Array], list[Any]]:
 
 
 def calls() -> Iterator[tuple[Callable[..., Any], list[Any]]]:
-    """What most of the tests lower."""
+    """Most of the tests lower these functions on these operands."""
     for conv in CONVOLUTIONS.values():
         yield functools.partial(wgrad, conv), abstract(conv.lhs_shape, conv.g_shape)
     for dtype in ("float16", "float32"):
@@ -137,7 +137,7 @@ def device_code() -> set[compiler.Source]:
 
 
 def run(function: Callable[..., Any], *operands: Any, launches: int | None = 1) -> Any:
-    """The jitted function's result; its lowered module calls our kernels so often (None: at least once)."""
+    """The jitted function's result; its lowered module calls our kernels `launches` times (None: at least once)."""
     lowered = jax.jit(function).lower(*operands)
     count = lowered.as_text().count(f"@{TARGET}")
     assert count == launches or (launches is None and count > 0)
@@ -219,7 +219,7 @@ def test_scan_over_parts_of_a_batch() -> None:
 
 
 def test_a_network_in_scan_and_remat() -> None:
-    """Against lax in bfloat16, whose rounding is what differs."""
+    """The reference is lax in bfloat16, from which only rounding differs."""
     conv = Conv((12, 10), (3, 3), 2, (32, 32))
     with seeded(64) as rng:
         lhs = jnp.asarray(rng.standard_normal(conv.lhs_shape), jnp.bfloat16)
@@ -285,7 +285,7 @@ def test_products_are_exact_on_integers(case: products.Case) -> None:
 
 
 def test_the_cotangent_of_x_is_a_product_with_the_transposed_weight() -> None:
-    """Another weight than the transposed one, so that it shows which was used."""
+    """The second weight differs from the transposed one, to show which of them was used."""
     (packed, values), (back, back_values) = weights(FORWARD), weights(BACKWARD)
     x, g = products.integers(FORWARD, 2, seed=5), products.integers(BACKWARD, 2, seed=6)
 
@@ -391,7 +391,7 @@ def test_a_tuning_result_decides(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_an_exported_function_runs_without_a_compiler_or_a_cache(tmp_path: pathlib.Path) -> None:
-    """In a fresh process, whose results are the same, bit for bit."""
+    """It runs in a fresh process, and gives the same results, bit for bit."""
     pytest.importorskip("flatbuffers", reason="jax serialises with flatbuffers")
     packed, values = weights(FORWARD)
     x = products.integers(FORWARD, 2, seed=10)

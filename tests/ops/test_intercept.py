@@ -162,7 +162,7 @@ def test_what_others_put_into_lax_meanwhile_stays() -> None:
 
 
 def test_other_threads_keep_lax() -> None:
-    """Also threads during which a block begins and ends, and blocks of several threads that overlap."""
+    """This includes threads during which a block begins and ends, and blocks of several threads that overlap."""
     found: dict[str, list[int]] = {"inside": [], "outside": []}
     steps = threading.Barrier(2, timeout=60)
 
@@ -247,7 +247,7 @@ def test_inside_transformations_and_loops() -> None:
 
 @pytest.mark.filterwarnings("default")  # a framework may be behind jax
 def test_layers_without_an_argument_for_it() -> None:
-    """Transposed convolutions of Flax and Haiku."""
+    """The layers are transposed convolutions of Flax and Haiku."""
     nn, hk = pytest.importorskip("flax.linen"), pytest.importorskip("haiku")
     nnx = pytest.importorskip("flax.nnx")
     layer = nn.ConvTranspose(4, (3, 3), strides=(2, 2))

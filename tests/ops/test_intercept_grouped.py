@@ -68,7 +68,7 @@ def test_what_kernels_do_not_take_stays_laxs(caplog: pytest.LogCaptureFixture) -
 
 
 def test_explain_lists_what_is_left_to_lax() -> None:
-    """All three passes, and each product of a batch."""
+    """It lists all three passes, and each product of a batch."""
     explained = explain(jax.grad(loss, (0, 1)), X, W)
     assert explained.decisions == ()
     problems = [d.problem for d in explained.unrouted]

@@ -301,7 +301,7 @@ def test_tensor_parallel_layers_with_explicit_axes() -> None:
 
 
 def test_the_code_of_each_equation_is_told_apart_by_jaxs_compilation_cache() -> None:
-    """Which may be told to leave out the callbacks' addresses."""
+    """This holds even if the cache is told to leave out the callbacks' addresses."""
     x, _, y = CONV.integers(generator(87))
 
     def label(**changes: Any) -> str:
@@ -406,7 +406,7 @@ def test_explain_says_of_what_it_is_a_part() -> None:
 
 
 def test_the_local_problem_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Ahead of time, and while XLA compiles."""
+    """It is tuned ahead of time, and while XLA compiles."""
     x, _, y = CONV.integers(generator(84))
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
@@ -425,7 +425,7 @@ def test_the_local_problem_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: p
 
 @pytest.mark.usefixtures("competing")
 def test_a_pass_in_doubt_is_measured_as_a_devices_part(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Unmeasured it would be XLA's, which divides it by itself."""
+    """Without a measurement it would be XLA's, which divides it by itself."""
     x, w, y = CONV.integers(generator(90))
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JAX_SPLITK_TUNE_BUDGET_S", "0.05")
@@ -535,7 +535,7 @@ def test_gradients_of_a_sharded_quantized_product(kind: str, x_spec: Any, w_spec
 
 
 def test_a_batch_of_weights_is_divided() -> None:
-    """Experts, each on its devices."""
+    """The weights are experts, each on devices of its own."""
     weight, x = packed(128, 128), jnp.stack([rows(8, 128)] * 4)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), weight)
     with partitioned() as put:

@@ -34,7 +34,7 @@ def integers(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
 
 
 def weight(features: int = 37, k: int = 192, zero: str | None = None, seed: int = 0) -> PackedWeight:
-    """With scales of powers of two and integer zero points, so that sums of integers are exact."""
+    """A weight with scales of powers of two and integer zero points, so that sums of integers are exact."""
     q, _ = every_code("int4", k, features, 64, zero, seed=seed)
     scale = np.exp2(np.round(np.log2(np.abs(np.asarray(q.scale, np.float32)))))
     q = dataclasses.replace(q, scale=jnp.asarray(scale, q.scale.dtype))
@@ -278,7 +278,7 @@ def test_batches_of_batches() -> None:
 
 
 def test_the_primitive_is_linear_in_x_and_differentiable_in_scale_and_zero_point() -> None:
-    """Forward mode and transposition of the primitive itself, which higher derivatives of the product use."""
+    """Runs forward mode and transposition of the primitive itself, which higher derivatives of the product use."""
     x, w = integers(10, 2, 5, 64), stacked(weight(9, 64, "bfloat16"), weight(9, 64, "bfloat16", seed=1))
     layout = quantized_reference.Layout(w.shape, w.qtype, w.group_size, w.layout)
 
@@ -342,7 +342,7 @@ def test_gradients_through_scan_vmap_and_remat() -> None:
 
 
 def second(w: PackedWeight) -> PackedWeight:
-    """Quantized by itself, so that it is close to w.T, but not equal."""
+    """A second weight, quantized separately, so that it is close to w.T, but not equal."""
     return prepack(quantize(dequantize(unpack(w), jnp.float32).T, "int4", group_size=32))
 
 
@@ -388,7 +388,7 @@ def test_nothing_is_differentiated_with_respect_to_the_second_weight() -> None:
 
 
 def test_the_second_weight_under_transformations() -> None:
-    """Frozen layers under scan, remat and vmap, as a model with adapters has them."""
+    """Runs frozen layers under scan, remat and vmap, as a model with adapters has them."""
     ws = stacked(*(weight(64, 64, seed=seed) for seed in range(2)))
     backs = jax.vmap(second)(ws)
     x = integers(19, 3, 5, 64)
@@ -434,7 +434,7 @@ def test_forward_mode_and_transposition(with_second: bool) -> None:
 
 
 def test_gradients_of_a_vmapped_model_are_those_of_its_batch() -> None:
-    """No cotangent of the weight for each example."""
+    """No example gets a cotangent of the weight of its own."""
     x, w = integers(24, 16, 3, 192), weight(64, zero="bfloat16")
 
     def loss(scale: jax.Array, zero: jax.Array, product: Callable[..., jax.Array]) -> jax.Array:

@@ -26,7 +26,7 @@ def _integers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) ->
 
 
 def _forward(lhs: np.ndarray, rhs: np.ndarray, sizes: Any, first: int = 0) -> np.ndarray:
-    """In float64, group by group."""
+    """The forward product in float64, group by group."""
     out, (groups, _, n) = np.zeros((lhs.shape[0], rhs.shape[-1])), rhs.shape
     del n
     for i, rows in enumerate(group_rows(lhs.shape[0], sizes, first, groups)):
@@ -91,7 +91,7 @@ def test_empty_dimensions(m: int, k: int, n: int, g: int) -> None:
 
 
 def test_groups_begin_anywhere() -> None:
-    """Starts that no power of two divides, and results of any width."""
+    """No power of two divides the groups' starts, and results have any width."""
     with seeded(403) as rng:
         for m, k, n, g in [(1000, 64, 100, 7), (257, 33, 129, 16), (64, 16, 200, 3), (513, 128, 64, 5)]:
             cuts = np.sort(rng.integers(0, m + 1, g - 1))
@@ -124,7 +124,7 @@ def test_an_offset_takes_some_groups(first: int, implementation: Any) -> None:
 
 
 def test_parts_of_the_experts_add_up() -> None:
-    """What devices that have some of the experts each compute."""
+    """Each part is the result of a device that has some of the experts."""
     rng, sizes = generator(405), jnp.array([2, 3, 0, 4, 1, 1])
     lhs, rhs = _integers(rng, 12, 3), _integers(rng, 6, 3, 5)
     parts = [jax_splitk.ragged_dot(lhs, rhs[i : i + 2], sizes, group_offset=jnp.array([i])) for i in (0, 2, 4)]
@@ -192,7 +192,7 @@ def test_gradients_have_their_operands_dtypes() -> None:
 
 @pytest.mark.parametrize("mode", ["forward", "rhs_gradient"])
 def test_errors_are_at_most_twice_xlas(mode: Any) -> None:
-    """Long sums of random numbers, against float64."""
+    """The errors are those of long sums of random numbers, relative to float64."""
     with seeded(409) as rng:
         forward = mode == "forward"
         p = RaggedDotProblem(mode, 4, 40 if forward else 4000, 4000 if forward else 40, 24, "float32", "float32")

@@ -28,7 +28,8 @@ def _operands(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
 
 
 def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each row with the matrix of its group, by masks: one of JAX's own functions, which any transformation takes."""
+    """Multiplies each row with the matrix of its group, by masks. It uses only JAX's own functions, so that it works
+    under any transformation."""
     ends = jnp.cumsum(sizes)
     row = jnp.arange(x.shape[0])[:, None]
     member = ((row >= ends - sizes) & (row < ends)).astype(x.dtype)
@@ -43,7 +44,7 @@ _MAPPED = [those for n in range(1, 4) for those in itertools.combinations(range(
 @pytest.mark.parametrize("those", _MAPPED, ids=str)
 @pytest.mark.parametrize("config", [None, Config(1, 4)], ids=["chosen", "config"])
 def test_vmap_of_any_operands(those: tuple[int, ...], config: Any) -> None:
-    """lhs, rhs and sizes, with axes anywhere; values and gradients."""
+    """Maps lhs, rhs and sizes, with axes anywhere; compares values and gradients."""
     x, w = _operands(420, (7, 3), (4, 3, 5))
     many = _operands(421, (3, 7, 3), (3, 4, 3, 5))
     sizes = jnp.array([[1, 2, 0, 3], [0, 7, 0, 0], [2, 2, 2, 2]])
@@ -65,7 +66,7 @@ def test_vmap_of_any_operands(those: tuple[int, ...], config: Any) -> None:
 
 @pytest.mark.parametrize("inner", _MAPPED, ids=str)
 def test_vmap_of_vmap(inner: tuple[int, ...]) -> None:
-    """Each subset inside of each: operands that have none, one or both of the axes."""
+    """Maps each subset inside each other subset: operands have none, one or both of the axes."""
     for outer in _MAPPED:
         x, w = _operands(
             422, *(((2,) * ((i in inner) + (i in outer)) + shape) for i, shape in enumerate(((7, 3), (4, 3, 5))))
@@ -95,7 +96,7 @@ def test_vmap_of_an_offset_and_of_nothing() -> None:
 
 
 def test_gradients_of_gradients() -> None:
-    """Hessians by both modes, and third derivatives: the passes are each other's transposes."""
+    """Compares Hessians by both modes, and third derivatives: the passes are each other's transposes."""
     x, w = _operands(424, (6, 2), (4, 2, 2))
 
     def results(product: Callable[..., jax.Array]) -> Any:

@@ -1,4 +1,4 @@
-"""What a lowering costs that meets nothing new: problem, choice and plan of an equation are derived once."""
+"""The cost of a lowering that repeats an earlier one: problem, choice and plan of an equation are derived once."""
 
 import collections
 import pathlib

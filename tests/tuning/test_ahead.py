@@ -38,7 +38,7 @@ CASES = [case for case in WGRAD_CASES if "resnet" in case.tags and case.kernel =
 
 
 class Compilations:
-    """The sources that workers were given, and those that were compiled by whoever asked, in order."""
+    """The sources that workers were given, and those that callers compiled themselves, in order."""
 
     def __init__(self) -> None:
         self.workers: list[Source] = []
@@ -55,7 +55,7 @@ class Compilations:
         return b"machine code", ""
 
     def wait_for(self, *sources: Source) -> None:
-        """Until workers were given them."""
+        """Waits until workers were given the sources."""
         with self._changed:
             assert self._changed.wait_for(lambda: set(sources) <= set(self.workers), 20), len(self.workers)
 
@@ -272,7 +272,7 @@ def test_the_next_problems_kernels_compile_while_one_is_measured(
 def test_there_is_only_so_much_ahead(
     compilations: Compilations, played: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Enough for the cores, of which a measurement has two."""
+    """There is enough for the cores, of which a measurement has two."""
     monkeypatch.setattr(pool, "cores", lambda: 3)
     monkeypatch.setattr(tuner, "cores", lambda: 3)
     ended, running = threading.Event(), []
@@ -355,8 +355,8 @@ def test_the_steps_from_the_fastest_compile_while_others_are_timed(
 def test_a_problem_is_ranked_once_and_not_before_its_search(
     compilations: Compilations, played: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That takes a tenth of a second for some problems, under Python's lock: what is compiled ahead and the search ask
-    for the same, and `tune` does not make the first search wait for the ranking of all."""
+    """A ranking takes a tenth of a second for some problems, under Python's lock. So the search and the compilations
+    ahead of it share one, and `tune` does not rank all problems before the first search."""
     search._ranking.cache_clear()
     ranked_before: list[int] = []
     monkeypatch.setattr(tuner, "cores", lambda: 1000)
@@ -386,7 +386,7 @@ def test_what_is_served_is_what_has_a_ranking(limit: int) -> None:
 
 
 class Together:
-    """Searches that are played, of which so many begin at once."""
+    """Simulated searches, and the largest number of them that ran at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuner, "cores", lambda: 1000)
@@ -415,7 +415,7 @@ class Together:
         monkeypatch.setattr(search.Search, "run", run)
 
     def wait_for(self, count: int) -> None:
-        """Until so many have begun."""
+        """Waits until `count` searches have begun."""
         for _ in range(2000):
             if len(self.begun) >= count:
                 return
@@ -463,7 +463,7 @@ def test_large_operands_are_alone(together: Together) -> None:
 
 
 def test_what_nobody_waits_for_is_given_up_and_kept(together: Together, cache: pathlib.Path) -> None:
-    """Where a lowering ends, or an error ends the block."""
+    """Searches are given up when a lowering ends, or when an error ends the block."""
     together.held = {MANY[2]: threading.Event()}
 
     def ends(this: search.Search) -> Entry:

@@ -243,7 +243,7 @@ def test_a_file_at_the_wrong_place_is_a_miss(cache: pathlib.Path) -> None:
 
 
 def test_any_depth_of_nesting_is_a_miss() -> None:
-    """Also depths that the parser can just read, but the message cannot print."""
+    """This includes depths that the parser can just read, but the message cannot print."""
     key = key_of()
     entry = Entry.of(key, search.ranked(key)[0], (Measurement(XLA, 5.0),), None, {})
 

@@ -101,7 +101,7 @@ def test_a_hit_in_the_cache_reads_its_file_alone(
 
 
 def test_a_hit_passes_few_functions() -> None:
-    """Whoever reads how a decision is found reads these."""
+    """Anyone who wants to know how a decision is found must read these functions."""
     known, problem = (case.problem() for case in CONVOLUTIONS)
     select.select(known, DEFAULT_CUDA, Options())  # reads the table
     folder = str(pathlib.Path(select.__file__).parent)

@@ -208,7 +208,7 @@ def test_what_is_never_tuned(tuned: list[ConvWgradProblem]) -> None:
 
 
 def test_other_platforms_are_not_tuned(tuned: list[ConvWgradProblem]) -> None:
-    """Code that is lowered ahead of time for a GPU that is not here."""
+    """The code is lowered ahead of time for a GPU that is not here."""
     case = Case("aligned", 2, 9, 9, 64, 64, (3, 3), dtype="bfloat16")
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (case.lhs_shape, case.g_shape)]
     with jax_splitk.options(implementation="xla"):

@@ -327,7 +327,7 @@ def test_a_frozen_miss_names_the_machines_that_a_cache_is_for(
 def test_what_is_no_local_path_is_refused(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """A folder of that name would be made, here, without a word."""
+    """Otherwise a folder of that name would be created here without a warning."""
     lhs, g, _ = operands(generator(17))
     monkeypatch.chdir(tmp_path)
     given = value if name.endswith("DIR") else f"{tmp_path}:{value}"

@@ -376,7 +376,7 @@ def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
-    """Also when it is lowered again. Kernels that all can compile are used."""
+    """This holds also when it is lowered again. Kernels that all can compile are used."""
     body = """
     from jax_splitk.runtime import plan
     from jax_splitk.runtime.compiler import CompilationError

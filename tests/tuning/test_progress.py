@@ -247,7 +247,7 @@ def test_ctrl_c_closes_the_bar_and_says_so(terminal: Terminal, played: Any, monk
 
 
 def test_tune_and_explain_sum_a_step(terminal: Terminal, played: Any) -> None:
-    """By how often it computes each problem: one of the two occurs twice."""
+    """The sum counts each problem as often as the step computes it: one of the two occurs twice."""
     x, w = jnp.ones((4, 8, 8, 8)), jnp.ones((3, 3, 8, 8))
     counts = {d.problem: d.count for d in jax_splitk.explain(jax.grad(step), w, x).decisions}
     (once, twice) = sorted(counts, key=lambda problem: counts[problem])

@@ -26,7 +26,7 @@ PROBLEM = RaggedDotProblem("forward", 4, 96, 16, 32, "float32", "float32")
 
 
 def test_the_check_of_results_is_exact() -> None:
-    """Block by block: in the memory of the operands, with every row multiplied once."""
+    """The check goes block by block: it needs only the operands' memory, and multiplies every row once."""
     with seeded(470) as rng:
         cases: list[tuple[Any, str, int, int]] = [
             ("forward", "gkn", 0, 1100), ("forward", "gnk", 6, 40), ("rhs_gradient", "gkn", 0, 1100),

@@ -147,7 +147,7 @@ def wide(rng: np.random.Generator) -> Key:
 
 
 def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
-    """But for the model's own choice, and XLA."""
+    """The model's own choice and XLA always are finalists."""
     with seeded(2) as rng:
         key = wide(rng)
     ranking = search.ranked(key)
@@ -403,7 +403,7 @@ def test_what_another_search_did_to_the_device_is_not_stored(scripted: Any) -> N
 
 
 def test_candidates_are_screened_by_device_time(scripted: Any) -> None:
-    """Where there is one; the wall clock shows the host as well."""
+    """This holds if there is a device time; the wall clock shows the host as well."""
     key = wide(generator(21))
     best = search.ranked(key)[7]
     for screened in (True, False):
@@ -418,7 +418,7 @@ def test_candidates_are_screened_by_device_time(scripted: Any) -> None:
 
 @pytest.mark.parametrize("at_a_lock", [False, True])
 def test_ctrl_c_ends_the_search(at_a_lock: bool, scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Python's own locks make another error of it."""
+    """This holds even if Python's own locks turn it into another error."""
     key = wide(generator(22))
     reached, held = threading.Event(), threading.Event()
 
@@ -451,7 +451,7 @@ def test_ctrl_c_ends_the_search(at_a_lock: bool, scripted: Any, monkeypatch: pyt
 
 
 def test_no_thread_outlives_the_search(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that lets go of executables while the interpreter ends would abort the process."""
+    """A thread that lets go of executables while the interpreter ends would abort the process."""
 
     @contextlib.contextmanager
     def slow_to_leave(_: int) -> Iterator[None]:

@@ -25,7 +25,7 @@ FAMILY = im2col.FAMILY
 
 
 def other_config(target: Target = DEFAULT_CUDA) -> Candidate:
-    """One that the cost model does not choose."""
+    """A candidate that the cost model does not choose."""
     predicted = select(PROBLEM, target, Options())
     candidates = (Candidate(FAMILY, config) for config in FAMILY.candidates(PROBLEM, target))
     return next(c for c in candidates if c != predicted.candidate and c.workspace_bytes(PROBLEM))

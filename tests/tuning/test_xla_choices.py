@@ -23,7 +23,7 @@ PROBLEMS = [key.problem for key in KEYS]
 
 
 class Programs:
-    """Those that were compiled, by a clock of their own."""
+    """The programs that were compiled, with a clock of their own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled: list[list[Problem]] = []
@@ -69,7 +69,8 @@ def choose(problem: Problem, *following: Problem) -> bool:
 
 
 def test_the_next_problems_are_chosen_for_once(programs: Programs) -> None:
-    """In the order in which they will be searched, few at first, then as many as do not hold the device for long."""
+    """They come in the order in which they will be searched: few at first, then as many as do not hold the device for
+    long."""
     for problem in PROBLEMS:
         choose(problem, *PROBLEMS)
     assert programs.compiled == [PROBLEMS[:4], PROBLEMS[4:20], PROBLEMS[20:36], PROBLEMS[36:]]

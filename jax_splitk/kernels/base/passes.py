@@ -21,13 +21,14 @@ def of_both_passes(family: type[_Family], name: str, config: type[Any]) -> tuple
 
 @functools.lru_cache(maxsize=4096)
 def forward(problem: ConvProblem) -> ConvProblem:
-    """As a forward pass: `stride` and `lhs_dilation` are DOWN and UP of device code. Of an input gradient the weight
-    is mirrored."""
+    """The problem as a forward pass: `stride` and `lhs_dilation` are DOWN and UP of device code. The weight of an input
+    gradient is mirrored."""
     return problem if isinstance(problem, ConvFpropProblem) else transposed(problem)
 
 
 def steps_refusal(g: Geometry, most: int) -> str | None:
-    """Why strides are not served, of the output or of the input, of which only one may be above 1 along an axis."""
+    """Why the strides are not served. Along an axis only one of two steps may be above 1: the window's stride, or the
+    dilation of the input."""
     for steps in zip(g.stride, g.lhs_dilation, strict=True):
         if min(steps) > 1 or max(steps) > most:
             return f"stride {steps[0]} of an input dilated by {steps[1]}; accepted: one of them 1, 1 to {most}"

@@ -1,8 +1,8 @@
-"""Kernels whose thread blocks compute a tile of the result over a part of the reduction: how many parts (splits) there
-are, where they meet, and what is launched.
+"""Kernels whose thread blocks compute a tile of the result over a part of the reduction: the number of parts (splits),
+how they are added, and the launches.
 
-Splits meet in the workspace: the kernel writes fp32 partial sums of each, and a second kernel adds them in a fixed
-order; see device/split_k.py. A family may have other ways.
+By default the kernel writes fp32 partial sums of each split to the workspace, and a second kernel adds them in a fixed
+order; see device/split_k.py. A family may add them in other ways.
 """
 
 import abc
@@ -31,8 +31,8 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
     """A kernel whose thread blocks compute a tile of the result over one of `config.splits` parts of the reduction.
 
     Attributes:
-      roles: of the kernel that computes all of its tiles' sums, of the one that computes partial sums, and of the one
-        that adds these.
+      roles: the roles of three kernels: the one that computes whole sums, the one that computes partial sums, and the
+        one that adds these.
     """
 
     roles: ClassVar[tuple[str, str, str]] = ("_direct", "_partial", "_reduce_splits")
@@ -47,14 +47,16 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
 
     @abc.abstractmethod
     def longest_chain(self, problem: _Problem, config: _Config) -> int:
-        """Blocks of a float32 result's split, at most.
+        """The largest number of blocks in a split of a float32 result. The tensor cores truncate their fp32 sums, and
+        the error grows with the number of additions in a row. A float32 result shows this error; in a 16-bit result
+        rounding hides it.
 
         The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row. A float32
         result keeps it; in a 16-bit one rounding hides it.
         """
 
     def smallest_refusal(self, problem: Any, smallest: _Config) -> str | None:
-        """Why no config can compute the problem, where not even the smallest can."""
+        """Why no config can compute the problem: the smallest one cannot. None if it can."""
         reason = self.config_refusal(problem, smallest)
         window = f"window strides {problem.window_strides}, dilation {problem.rhs_dilation}"
         return None if reason is None else f"{window}: with the smallest tile {reason}"
@@ -68,7 +70,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return math.prod(self.block_counts(problem, config))
 
     def grid_groups(self, problem: _Problem) -> int:
-        """Products that have such tiles each; the grid's last dimension."""
+        """Number of products, each with tiles of its own; the grid's last dimension."""
         del problem
         return 1
 
@@ -76,15 +78,15 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
 
     @abc.abstractmethod
     def variants(self, problem: _Problem, target: Target) -> Iterable[_Config]:
-        """Legal configs but for their splits, the most promising first."""
+        """Configs that are legal apart from their splits, the most promising first."""
 
     def candidates(self, problem: _Problem, target: Target) -> Sequence[_Config]:
-        """The first variants with the split counts that fill whole waves: the fastest, and the four of fewest splits,
-        however slow: a small workspace may allow no others."""
+        """The first variants, with split counts that fill whole waves: the fastest of these configs, and the four with
+        the fewest splits, since a small workspace may allow no others."""
         return _ranked(self, problem, target)
 
     def least_splits(self, problem: Any, config: _Config) -> int:
-        """Fewest splits for the accuracy that is promised (explicit configs may have fewer)."""
+        """The fewest splits with the promised accuracy (explicit configs may have fewer)."""
         if problem.out_dtype != "float32":
             return 1
         return -(-self.reduction_blocks(problem, config) // max(1, self.longest_chain(problem, config)))
@@ -102,11 +104,11 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return self.slots(problem, config, target) / self.thread_blocks(problem, config)
 
     def waves(self, problem: _Problem, config: Any, target: Target) -> int:
-        """In which the thread blocks of all splits run."""
+        """Waves in which the thread blocks of all splits run."""
         return -(-self.thread_blocks(problem, config) * config.splits // self.slots(problem, config, target))
 
     def in_waves(self, problem: _Problem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
-        """The config with the fewest splits, and with those that fill 1 to `most` waves, as far as they are legal."""
+        """The config with the fewest splits, and with the splits that fill 1 to `most` waves, if they are legal."""
         slots, blocks = self.slots(problem, config, target), self.thread_blocks(problem, config)
         least = self.least_splits(problem, config)
         wanted = (least, *(max(least, slots * waves // blocks) for waves in range(1, most + 1)))
@@ -114,24 +116,25 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return (c for c in sorted(found, key=operator.attrgetter("splits")) if self.config_refusal(problem, c) is None)
 
     def filling(self, problem: _Problem, config: _Config, target: Target) -> _Config:
-        """The config with the splits that fill the machine at most once, or the fewest there may be."""
+        """The config with the splits that fill the machine at most once, or with the fewest legal splits."""
         full = self.slots(problem, config, target) // self.thread_blocks(problem, config)
         return self.with_splits(problem, config, max(self.least_splits(problem, config), full))
 
     def other_splits(self, problem: _Problem, config: _Config, wanted: Iterable[int]) -> list[_Config]:
-        """The config with the whole split counts next to those wanted that are accurate enough; not with its own."""
+        """The config with the legal split counts nearest to the wanted ones that are accurate enough, without its
+        own."""
         least = self.least_splits(problem, config)
         found = {self.with_splits(problem, config, splits) for splits in wanted if splits >= least} - {config}
         return sorted(found, key=operator.attrgetter("splits"))
 
     def reduction_work(self, problem: _Problem, config: _Config) -> dict[str, Any]:
-        """`partial_bytes` and `launches` of its Work: the second kernel's, and a first one's."""
+        """The fields `partial_bytes` and `launches` of the config's Work."""
         return {"partial_bytes": 2 * self.workspace_bytes(problem, config), "launches": 1 + self.in_workspace(config)}
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def in_workspace(self, config: Any) -> bool:
-        """Whether splits meet there."""
+        """Whether the splits are added from the workspace."""
         return config.splits > 1
 
     def partial_size(self, problem: Any, config: _Config) -> int:
@@ -139,7 +142,8 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return math.prod(problem.out_shape)
 
     def workspace_bytes(self, problem: _Problem, config: Any) -> int:
-        """fp32 partial sums, one set for each split, in whole float4; none where no splits meet there."""
+        """Bytes of fp32 partial sums, one set for each split, rounded up to whole float4; 0 if splits are not added
+        from the workspace."""
         return config.splits * whole_fours(self.partial_size(problem, config)) * 4 if self.in_workspace(config) else 0
 
     def macros(self, problem: Any, config: _Config) -> dict[str, int]:
@@ -172,7 +176,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         *params: Param,
         role: str | None = None,
     ) -> Launch:
-        """The main kernel; where it writes comes after these parameters."""
+        """The main kernel's launch. The parameter for its output follows `params`."""
         partial = self.in_workspace(config)
         stored = (self.result(problem, config), *self.epilogue_params(problem))
         to = (self._partials(problem, config),) if partial else stored
@@ -194,11 +198,12 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return self.adding(problem, config, (-(-size // (4 * columns)), 1, 1), *self.reduce_params(problem, config))
 
     def reduce_params(self, problem: _Problem, config: _Config) -> tuple[Param, ...]:
-        """After partial sums and result."""
+        """Parameters of the kernel that adds splits, after the partial sums and the result."""
         return (self.reduce_args(problem, config),)
 
     def adding(self, problem: _Problem, config: _Config, grid: tuple[int, int, int], *params: Param) -> Launch:
-        """The kernel that adds partial sums, and waits for them itself. These and the result come first."""
+        """The launch of the kernel that adds partial sums. The kernel itself waits for them. The partial sums and the
+        result are its first parameters."""
         name = self.kernel_name(problem, self.roles[2])
         params = self._partials(problem, config), self.result(problem, config), *params
         return Launch(name, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
@@ -207,7 +212,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         return Pointer(len(self.buffers(problem, config)) - 1)
 
     def structs(self, problem: _Problem, config: _Config) -> list[Struct]:
-        """That of the kernel that adds splits, too, which a source has whether it is launched or not."""
+        """Includes the struct of the kernel that adds splits, which the source always has."""
         return [self.reduce_args(problem, config), *super().structs(problem, config)]
 
 
@@ -220,7 +225,7 @@ def _ranked(family: SplitFamily[Any, Any], p: Any, target: Target) -> tuple[Any,
 
 
 def whole_fours(size: int) -> int:
-    """Elements of so many in whole float4."""
+    """`size` elements, rounded up to whole float4."""
     return -(-size // 4) * 4
 
 

@@ -209,7 +209,7 @@ class Halo(SplitFamily[ConvWgradProblem, Config]):
         return self.thread_blocks(problem, config) * tile_bytes(problem) // 4
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Specialised to taps and the strip's geometry."""
+        """Macros, specialised to taps and the strip's geometry."""
         taps_h, taps_w = taps(problem)
         return {
             **super().macros(problem, config),
@@ -256,7 +256,7 @@ class Halo(SplitFamily[ConvWgradProblem, Config]):
         return split_k.reduce_lanes(self.partial_size(problem, config) // 4, config.splits)
 
     def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
-        """Its parameters are the result and partial sums, in any case."""
+        """The main kernel. Its parameters always include both the result and the partial sums."""
         params = plan.MapParam(0), plan.MapParam(1), self._args(problem, config)
         threads = 128 * (taps(problem)[0] + 1)
         main = self.launch(problem, config, threads, shared_bytes(problem, config), *params)

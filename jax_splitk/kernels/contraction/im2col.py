@@ -282,7 +282,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
-        """XLA's matrix products are as fast where tiles fill the machine by themselves."""
+        """XLA's matrix products are as fast if tiles fill the machine without splits."""
         p = problem
         if is_matrix_product(forward(p)) and pixels(p) > _FEW_PIXELS:
             return (
@@ -330,9 +330,9 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return self.thread_blocks(problem, config), 1, config.splits
 
     def args(self, problem: ConvProblem, config: Config) -> Struct:
-        """Sizes of the product of a phase and group, what divides a thread block's number, and the geometry by axes;
-        whether a single tile reads any of the operand, so that it need not stay in the L2. `beyond`: a block of
-        channels that no group has."""
+        """Sizes of the product of a phase and group, divisors of a thread block's number, and the geometry by axes.
+        `a_once` and `b_once`: whether a single tile reads each element of the operand, which then need not stay in the
+        L2. `beyond`: a block of channels that no group has."""
         of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), forward(problem)
         return Struct(
             "Args",
@@ -363,7 +363,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         )
 
     def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
-        """`tiles`: the tiles of a phase."""
+        """Arguments of persistent thread blocks. `tiles`: the tiles of a phase."""
         return {"tiles": tile_count(problem, config), "keeps_weight": int(self.keeps_weight(problem, config))}
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:

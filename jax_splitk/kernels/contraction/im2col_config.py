@@ -105,7 +105,8 @@ class Config(SplitTile):
 @functools.lru_cache(maxsize=4096)
 def row_bytes(problem: ConvProblem) -> int:
     """Bytes of a block of channels at one tap: a row of shared memory, or a half or a quarter of a row, so that a stage
-    has several taps instead of zeros.next group's channels follow."""
+    has several taps instead of zeros. With groups it divides the channels of a group, since the next group's channels
+    follow."""
     size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
     if problem.feature_group_count > 1:
         return math.gcd(size, ROW_BYTES)

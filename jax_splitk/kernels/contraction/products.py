@@ -168,8 +168,8 @@ class Tma(TileFamily[DotProblem, Config]):
         return None
 
     def why_xla_untuned(self, problem: DotProblem) -> str | None:
-        """XLA's library is as fast where tiles fill the machine by themselves, and on long products. What no GPU has
-        run yet is left to those who ask for it."""
+        """XLA's library is as fast if tiles fill the machine without splits, and on long products. Problems that were
+        never measured on a GPU are left to XLA, too, unless the caller asks for the kernel."""
         if problem.dtype == E4M3 or problem.epilogue:
             what = "an epilogue" if problem.epilogue else "e4m3 operands"
             return f"{what} in the kernel: it takes an explicit config or implementation, or a measurement"
@@ -206,8 +206,9 @@ class Tma(TileFamily[DotProblem, Config]):
         return *tile_counts(problem, config), config.splits * problem.batch
 
     def args(self, problem: DotProblem, config: Config) -> Struct:
-        """Tiles along m and n; blocks of the reduction of a split, of which the first `longer` splits have one more;
-        whether a single tile reads any of the operand, so that it need not stay in the L2."""
+        """Tiles along m and n, and blocks of the reduction of a split; the first `longer` splits have one more.
+        `a_once` and `b_once`: whether a single tile reads each element of the operand, which then need not stay in the
+        L2."""
         rows, columns = tile_counts(problem, config)
         blocks, longer = divmod(k_blocks(problem), config.splits)
         return Struct(

@@ -1,4 +1,4 @@
-"""What the families share that compute tiles by TMA and WGMMA: dense forward passes, input gradients and products."""
+"""Shared by the families that compute tiles by TMA and WGMMA: dense forward passes, input gradients and products."""
 
 import abc
 import dataclasses
@@ -27,26 +27,27 @@ _Config = TypeVar("_Config", bound=SplitTile)
 
 
 class TileFamily(SplitFamily[_Problem, _Config]):
-    """Kernels of two tensor maps, of A and B.
+    """Kernels with two tensor maps, for A and B.
 
     Attributes:
-      reductions: where splits may meet.
+      reductions: the ways to add splits; values of a config's `reduction`.
     """
 
     roles = ("", "", "_reduce")
     reductions: ClassVar[tuple[str, ...]] = tuple(REDUCTIONS)
 
     def tiles(self, problem: _Problem) -> Sequence[tuple[int, int]]:
-        """(tile_m, tile_n) that there are."""
+        """The possible (tile_m, tile_n)."""
         return TILES
 
     def stage_counts(self, config: _Config) -> range:
-        """That its tile may have."""
+        """Numbers of stages that the config's tile may have."""
         return range(least_stages(config.tile_m, config.tile_n), max_stages(config.tile_m, config.tile_n) + 1)
 
     @abc.abstractmethod
     def chains(self, problem: _Problem, config: _Config) -> Sequence[int]:
-        """Blocks of the reduction of a tile, the longest first; each of them that of as many tiles. A stage has one."""
+        """Blocks of the reduction of tiles, the longest first. Each number holds for the same share of the tiles. A
+        stage has one block."""
 
     def block_counts(self, problem: _Problem, config: _Config) -> tuple[int, ...]:
         return (self.chains(problem, config)[0],)
@@ -82,12 +83,12 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         return -(-blocks // MAX_FLOAT32_CHAIN) if problem.out_dtype == "float32" else 1
 
     def with_splits(self, problem: _Problem, config: _Config, splits: int) -> _Config:
-        """They need not be equal."""
+        """The config with this number of splits, if there are enough blocks. The splits need not be equal."""
         splits = max(1, min(splits, self.reduction_blocks(problem, config)))
         return dataclasses.replace(config, splits=splits, reduction="none" if splits == 1 else "workspace")
 
     def in_waves(self, problem: _Problem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
-        """In clusters, too."""
+        """Includes configs that add splits in clusters."""
         yield from super().in_waves(problem, config, target, most)
         tiles, slots = self.thread_blocks(problem, config), self.slots(problem, config, target)
         if "cluster" in self.reductions:
@@ -121,8 +122,8 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         return varied(dataclasses.replace(config, splits=splits), reduction=meeting)
 
     def _longest(self, problem: _Problem, config: _Config, at_a_time: int) -> int:
-        """Blocks of the reduction that one multiprocessor has to compute, where so many thread blocks begin together:
-        the longest of each wave."""
+        """Blocks of the reduction that one multiprocessor computes if `at_a_time` thread blocks begin together: the
+        longest of each wave."""
         lengths = [-(-blocks // config.splits) for blocks in self.chains(problem, config)]
         each = self.thread_blocks(problem, config) // len(lengths) * config.splits
         waves = [-(-each * count // at_a_time) for count in range(len(lengths) + 1)]  # that the longest ones begin
@@ -164,7 +165,7 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         return self.thread_blocks(problem, config) * config.tile_m * config.tile_n
 
     def macros(self, problem: _Problem, config: _Config) -> dict[str, int]:
-        """Those of wgmma_tile.cuh, split_tile.cuh and output.cuh."""
+        """Macros of wgmma_tile.cuh, split_tile.cuh and output.cuh."""
         return {
             **super().macros(problem, config),
             **field_macros(config, "tile_m", "tile_n", "stages"),

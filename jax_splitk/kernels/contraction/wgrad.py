@@ -217,7 +217,7 @@ class Im2col(SplitFamily[ConvWgradProblem, Config]):
         return VARIANTS
 
     def in_waves(self, problem: ConvWgradProblem, config: Config, target: Target, most: int = 8) -> Iterator[Config]:
-        """Configs that split all tiles, and configs that split those of the last wave."""
+        """Configs that split all tiles, and configs that split only the tiles of the last wave."""
         yield from super().in_waves(problem, config, target, most)
         blocks, slots = self.thread_blocks(problem, config), self.slots(problem, config, target)
         if blocks > slots and self.least_splits(problem, config) == 1:

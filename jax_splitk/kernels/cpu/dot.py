@@ -11,7 +11,7 @@ from jax_splitk.problems.dot_general import DotProblem
 
 
 class AsWgrad(Translated[DotProblem, Any]):
-    """A family of weight gradients, for those products."""
+    """A family of weight gradients that computes such products."""
 
     def translated(self, problem: DotProblem) -> ConvWgradProblem:
         return ConvWgradProblem(

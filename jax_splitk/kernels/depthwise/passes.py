@@ -83,7 +83,7 @@ def _registers(problem: ConvProblem, config: Config) -> int:
 
 
 class DepthwiseConv(ModelledFamily[ConvProblem, Config]):
-    """Each input channel has one output channel."""
+    """Serves one output channel for each input channel."""
 
     ABI = 1
     file = "depthwise/passes.cu"

@@ -89,16 +89,16 @@ class Tiling:
 
     Attributes:
       each: channels of a warp.
-      lines, warps, strips, plane_blocks, columns, eights: lines and warps of a thread block, strips and blocks of
-        planes of an image, thread blocks along a row and along the channels.
+      lines, warps, strips, plane_blocks, columns, channel_blocks: numbers of lines and warps of a thread block, of
+        strips and blocks of planes of an image, and of thread blocks along a row and along the channels.
       line_blocks: thread blocks along the lines.
-      chunks, k_chunks: of a line and of a window.
-      units: of 512 bytes, in a row of the thread block.
-      in_rows, out_rows: of a stage, of all planes.
-      in_pitches, out_pitches: from a channel to the next, from eight channels to the next, and of a buffer, in 16
-        bytes.
+      chunks, k_chunks: chunks of a line and of a window.
+      units: units of 512 bytes in a row of the thread block.
+      in_rows, out_rows: rows of a stage in all planes.
+      in_pitches, out_pitches: distances, in units of 16 bytes, of neighbouring channels, of neighbouring groups of
+        eight channels, and of neighbouring buffers.
       products: MMAs of a warp in a stage.
-      registers: of a thread, about.
+      registers: approximate registers of a thread.
     """
 
     each: int

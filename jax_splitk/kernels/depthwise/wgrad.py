@@ -96,7 +96,7 @@ class Axis:
 
     @property
     def reach(self) -> int:
-        """From the first to the last tap of a block."""
+        """Distance from the first tap of a block to the last."""
         return (self.size - 1) * self.shift
 
     @property
@@ -386,7 +386,7 @@ class Depthwise(SplitFamily[ConvWgradProblem, Config]):
         }
 
     def source(self, problem: ConvWgradProblem, config: Config) -> Source:
-        """With the operands' layouts as structs of constants."""
+        """The source, with the operands' layouts as structs of constants."""
         source, t = super().source(problem, config), tiling(problem, config)
         layouts = constants("X", vars(t.x)) + constants("Y", vars(t.y))
         return dataclasses.replace(source, structs=source.structs + layouts)

@@ -244,7 +244,7 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Specialised to all but the batch and splits."""
+        """Macros, specialised to everything but the batch and splits."""
         g = _seen(problem)
         return {
             **super().macros(problem, config),

@@ -21,9 +21,9 @@ def reduce_args(size: int, stride: int, splits: int) -> Struct:
 
 
 def splits_refusal(splits: int, blocks: int, what: str, uneven: bool = False) -> str | None:
-    """Why a reduction over so many blocks, which are `what`, cannot be cut so; None where it can.
-
-    No split may be without a block. They have as many each but for the last, or differ by one at most (`uneven`).
+    """Why a reduction over `blocks` blocks, which a message calls `what`, cannot be cut into `splits` splits; None if
+    it can. Each split needs a block. All splits but the last have equally many blocks; with `uneven`, the numbers
+    differ by one at most.
     """
     most = min(blocks, MAX_GRID_Y)
     if not 1 <= splits <= most:

@@ -56,7 +56,8 @@ _PIXEL_TILES = 8  # shapes that are tried
 
 @dataclasses.dataclass(frozen=True)
 class Config(GatherTile):
-    """How a weight gradient is computed: see `GatherTile`; rows are (filter tap, input channel), a tile is a stage's.
+    """How a weight gradient is computed: see `GatherTile`; rows are (filter tap, input channel), and a tile is the tile
+    of a stage.
 
     Attributes:
       slice: input channels of a thread block.

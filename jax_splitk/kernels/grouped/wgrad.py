@@ -83,11 +83,11 @@ class Tiling:
       in_parts, out_parts: blocks along the input and the output channels of a bundle.
       sum_rows: input channels with which an output channel of the block has sums: at most those of its group.
       x_height, x_width, dy_width: pixels of a tile's boxes; widths in whole octets.
-      dy_offset: of dY in a stage, in bytes.
+      dy_offset: offset of dY in a stage, in bytes.
       strips: pairs of octets of a tile's row.
       reuse: whether a row of X is loaded once, for all tap rows.
       warp_in, warp_out, warp_columns: a warp's job: units of X and of dY of one bundle, and tap columns.
-      bundles: of the block; 1 also where it is a part of a bundle.
+      bundles: bundles of the block; 1 if the block is a part of a bundle.
       in_jobs, out_jobs, column_jobs: parts of a bundle's units of X and of dY, and of the tap columns.
     """
 
@@ -377,7 +377,7 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         )
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Specialised to the window, the groups and the image's tiles, not to splits."""
+        """Macros, specialised to the window, the groups and the image's tiles, not to splits."""
         p, g, t = problem, geometry(problem, 2), tiling(problem, config)
         groups, bundle_in, bundle_out = bundle(p)
         _, tiles_h, tiles_w = self.block_counts(p, config)

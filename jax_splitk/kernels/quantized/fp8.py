@@ -45,11 +45,9 @@ class Config(tiles.Config):
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
-    """k of a sum of the tensor cores (PERIOD in the device code). 128 if one scale serves all of it: half as many sums
-    to promote, as in DeepSeek-V3.
-
-    128 where there is one scale for them: half as many sums to promote, as in DeepSeek-V3. Float16 results would show
-    the lost bits, and in narrow tiles promotion is a small part of the work; these use a smaller period.
+    """k of a sum of the tensor cores (PERIOD in the device code). It is 128 if one scale serves all of these k: half as
+    many sums to promote, as in DeepSeek-V3. Float16 results would show the lost bits, and in narrow tiles promotion is
+    a small part of the work; these use a smaller period.
     """
     group = BLOCK_K if per_channel(problem) else problem.group_size
     long = config.tile_m == TILES_M[0] and config.tile_n >= 128 and problem.out_dtype == "bfloat16"

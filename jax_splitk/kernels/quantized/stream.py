@@ -60,8 +60,8 @@ class Config:
 def products(p: QuantizedMatmulProblem) -> str:
     """The type that the tensor cores multiply: x's own, but float16 if e4m3 products are not exact enough.
 
-    They are not for formats with more than four significant bits, zero points, and float32 results: the tensor cores
-    keep some 14 bits of a sum of e4m3 products.
+    They are not exact enough for formats with more than four significant bits, zero points, and float32 results: the
+    tensor cores keep some 14 bits of a sum of e4m3 products.
     """
     exact = p.qtype in E4M3_FORMATS and not has_zero(p) and p.out_dtype != "float32"
     return "float16" if p.x_dtype == "float8_e4m3fn" and not exact else p.x_dtype

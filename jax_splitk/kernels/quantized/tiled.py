@@ -221,7 +221,8 @@ class Tiled(tiles.TileFamily[Config]):
         return plan.TiledMap(buffer, _operand_dtype(problem), dims, strides, box=(64, config.tile_n))
 
     def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:
-        """Zero points and sums of x."""
+        """The main kernel's parameters zero points and sums of x, and the kernel that prepares x and these sums, if
+        there is one."""
         sums = plan.Pointer(workspace, _copy_bytes(problem))
         operands = (plan.Pointer(3 if has_zero(problem) else 2), sums)
         if not _prepared(problem):

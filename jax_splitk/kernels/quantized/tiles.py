@@ -1,7 +1,7 @@
 """Shared by quantized_fp8 and quantized_tiled, the kernel families whose thread blocks compute tiles of the output.
 
-The host's side of `ranges.cuh` and `cluster_sums.cuh`: one Config, its legality, shared memory, search, cost and plan.
-A family adds the parameters of its inner loop over a block of 128 k.
+The host's side of `tiles.cuh` and `cluster_sums.cuh`: one Config, its legality, shared memory, search, cost and plan. A
+family adds the parameters of its inner loop over a block of 128 k.
 """
 
 import abc
@@ -363,7 +363,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         """The map of x; `workspace` is the number of the workspace's buffer."""
 
     def prepare(self, problem: QuantizedMatmulProblem, config: _Config, workspace: int) -> Prepared:
-        """Kernels that prepare the workspace, and the main kernel's parameters for it, between scale and result."""
+        """The main kernel's parameters between scale and result, and the kernels that prepare the workspace."""
         del problem, config, workspace
         return (), ()
 

@@ -80,7 +80,7 @@ class RaggedK(RaggedFamily):
         return None
 
     def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
-        """For groups of about the same size, whose ends lie anywhere in a stage."""
+        """The work for groups of about the same size that end anywhere in a stage."""
         p = problem
         rows, columns = tile_counts(p, config)
         total = (p.rows / _BLOCK + 0.5 * p.groups) * rows * columns

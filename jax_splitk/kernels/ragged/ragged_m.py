@@ -59,7 +59,7 @@ class RaggedM(RaggedFamily):
         yield from (Config(m, n, 1, target.cores, swap=True) for m, n in _SWAPPED)
 
     def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
-        """For groups of about the same size, whose ends lie anywhere in a tile."""
+        """The work for groups of about the same size that end anywhere in a tile."""
         p = problem
         groups = max(1, min(p.groups, p.rows))
         rows = p.rows / groups

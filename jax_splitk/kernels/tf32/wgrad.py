@@ -343,7 +343,7 @@ class Tf32(SplitFamily[ConvWgradProblem, Config]):
         )
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
-        """Specialised to the window's geometry and the tile, not to sizes or splits."""
+        """Macros, specialised to the window's geometry and the tile, not to sizes or splits."""
         v = view(problem)
         return {
             **super().macros(problem, config),

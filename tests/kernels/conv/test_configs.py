@@ -56,7 +56,7 @@ def test_what_only_some_passes_of_patches_refuse() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", GROUPED.families)
 def test_grouped_passes_with_the_fewest_registers_do_not_spill(kind: Any) -> None:
-    """On layers of networks."""
+    """Compiles layers of networks."""
     pairs = [(p, c) for p in GROUPED.networks if isinstance(p, kind) for c in GROUPED.of(p).candidates(p, DEFAULT_CUDA)]
     tight = sorted(pairs, key=lambda pair: -grouped.tiling(*pair).registers * GROUPED.of(pair[0]).blocks_per_sm(*pair))
     sources = dict.fromkeys(GROUPED.of(p).source(p, config) for p, config in tight)

@@ -138,7 +138,7 @@ def test_candidates_keep_their_weight_where_they_can() -> None:
 
 
 def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
-    """TMA would end the GPU's context."""
+    """With such weights TMA would end the GPU's context."""
     p = problem(FPROP, (6, 6), (1, 3), 64, 2 * 68, groups=2)
     assert "of 32 channels to 68 each; accepted: multiples of 32 and 8, or 1" in str(im2col.FPROP.refusal(p))
     x, w = (np.zeros(shape, ml_dtypes.bfloat16) for shape in p.operand_shapes)

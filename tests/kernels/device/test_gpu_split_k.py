@@ -56,7 +56,7 @@ def test_reduce_tiles_is_exact_with_any_lanes() -> None:
 def test_reduce_splits_gives_up_lines_that_nobody_else_needs(
     channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few splits, too, so that the next call's splits write lines that have just been given up."""
+    """Also runs few splits, so that the next call's splits write lines that have just been given up."""
     monkeypatch.setattr(im2col, "DISCARD_BYTES", 0)
     p = conv((12, 12), (1, 1), channels, batch=160)
     configs = of_splits(im2col.FAMILY, p, im2col.Config(64, 64, 4, False, 1), im2col.k_tiles(p))

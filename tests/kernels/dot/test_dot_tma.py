@@ -81,7 +81,7 @@ def test_tf32_is_for_what_xla_computes_in_it() -> None:
 
 
 def test_float32_is_rounded_to_nearest() -> None:
-    """The loads round. Without that the tensor cores would truncate, with an error 2.6 times as large."""
+    """Otherwise the tensor cores would truncate, with an error 2.6 times as large."""
     problem = DotProblem(1, 72, 64, 1032, "bmk", "bnk", "float32", "float32")
     with seeded(73) as rng:
         operands = [rng.normal(size=shape).astype(np.float32) for shape in (problem.lhs_shape, problem.rhs_shape)]

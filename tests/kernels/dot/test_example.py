@@ -39,7 +39,7 @@ def test_it_is_short() -> None:
     [((136, 192, 328), WgmmaTile(128, 256, 4)), ((72, 128, 520), WgmmaTile(64, 128, 4))],
 )
 def test_it_is_exact(family: Any, size: tuple[int, int, int], config: WgmmaTile) -> None:
-    """Also with partial tiles, and a ring that is filled again."""
+    """The cases include partial tiles, and a ring that is filled again."""
     p = problem(*size)
     assert family.refusal(p, config) is None
     operands = dots.integers(p, np.random.default_rng(7))

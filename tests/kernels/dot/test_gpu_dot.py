@@ -185,7 +185,8 @@ def test_nan_and_infinity_after_an_activation_are_xlas(activation: str) -> None:
 
 
 def test_a_layer_and_its_gradient_are_plain_jaxs() -> None:
-    """Through the public function. The forward pass is one launch of ours, and the gradients equal plain JAX's."""
+    """The layer calls the public function. The forward pass is one launch of ours, and the gradients equal plain
+    JAX's."""
     rng = np.random.default_rng(SEED)
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2048, 64), (64, 2048)))
     b, r = jnp.linspace(-1, 1, 64), jnp.ones((64, 64), jnp.bfloat16)

@@ -286,7 +286,7 @@ def test_the_largest_and_the_least_float16_scales(
 
 @pytest.mark.parametrize("case", [case for case in EXTREMES if case.x_dtype != E4M3], ids=str)
 def test_sums_of_extreme_scales(case: Case) -> None:
-    """For the family that multiplies sums of groups in float32. Sums of e4m3 products have fewer bits."""
+    """Runs the family that multiplies sums of groups in float32. Sums of e4m3 products have fewer bits."""
     q, _ = case.every_code()
     sizes = np.asarray((1e-30, 1.0, 1e30), np.float32)[np.indices(q.scale.shape).sum(0) % 3]
     q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * sizes).astype(case.scale_dtype))

@@ -67,7 +67,7 @@ def pieces(g: dict[str, int], splits: int, worker: int, workers: int) -> list[Pi
     ids=str,
 )
 def test_every_k_block_of_every_tile_is_computed_once(family: Any, p: QuantizedMatmulProblem) -> None:
-    """And the second kernel adds the parts of cut tiles."""
+    """Also, the second kernel adds the parts of cut tiles."""
     assert schedules(family, p)
     for config in schedules(family, p):
         given, made = tiles.schedule(p, config), family.plan(p, config)

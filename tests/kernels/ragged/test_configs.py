@@ -1,4 +1,4 @@
-"""What the kernels of grouped products refuse and try, what they expect of that, and their plans. No GPU."""
+"""The refusals, candidates, estimates and plans of the kernels of grouped products."""
 
 import dataclasses
 import math
@@ -96,7 +96,7 @@ def test_refuses_configs(problem: RaggedDotProblem, config: Config, reason: str)
 
 
 def test_the_longest_and_widest_matrices_are_served() -> None:
-    """As many tiles as there may be."""
+    """The matrices have as many tiles as are accepted."""
     for changes in ({"k": 64 * 2**15}, {"n": 128 * 2**16}):
         assert RHS_GRADIENT.refusal(dataclasses.replace(LONG, **changes), Config(64, 128, 3, 4)) is None
 
@@ -118,7 +118,7 @@ def test_candidates_are_legal_unique_and_few() -> None:
 
 
 def test_no_candidate_has_parts_for_nothing() -> None:
-    """More parts are for more stages."""
+    """More parts must leave room for more stages."""
     for p in PROBLEMS:
         tiles = [(c.tile_m, c.tile_n, c.swap, c.stages) for c in family_of(p).candidates(p, DEFAULT_CUDA)]
         assert len(set(tiles)) == len(tiles)
@@ -127,8 +127,8 @@ def test_no_candidate_has_parts_for_nothing() -> None:
 @pytest.mark.parametrize("target", [DEFAULT_CUDA, H100], ids=lambda target: target.device_kind)
 @pytest.mark.parametrize("sizes", TRAINING, ids=str)
 def test_large_tiles_are_for_training(sizes: tuple[int, int, int, int], target: Any) -> None:
-    """128x256 with 3 and 4 stages, which was the fastest tile that was measured, is among what is tried; what is
-    expected to be the fastest is as large, or of 192 columns where fewer are padding."""
+    """The candidates include 128x256 with 3 and 4 stages, the fastest tile that was measured. The first candidate has a
+    tile of this size, or of 192 columns if these need less padding."""
     for p in passes(sizes):
         found = family_of(p).candidates(p, target)
         assert {3, 4} <= {c.stages for c in found if (c.tile_m, c.tile_n, c.swap) == (128, 256, False)}, p

@@ -61,7 +61,8 @@ def random_problem(rng: np.random.Generator) -> RaggedDotProblem:
 
 
 def random_sizes(rng: np.random.Generator, p: RaggedDotProblem) -> np.ndarray:
-    """Even or uneven, of one group, of blocks and what is next to them, below and above m in their sum, negative."""
+    """Group sizes of many kinds: even, uneven, a single group, multiples of a block and their neighbours, sums below
+    and above m, negative."""
     count = p.size_count
     kind = int(rng.integers(6))
     if kind == 0:
@@ -101,7 +102,7 @@ class Run:
 
 @functools.cache
 def drawn() -> list[Run]:
-    """The same in every process of a run of the tests."""
+    """Random runs, the same in every process of a run of the tests."""
     with seeded(94) as rng:
         problems = [random_problem(rng) for _ in range(BATCHES * EACH)]
         runs: list[Run] = []
@@ -132,7 +133,8 @@ def batch(number: int) -> list[Run]:
 
 
 def exactness(run: Run) -> str | None:
-    """On integers, with NaN in rows of no group, in matrices of groups without rows, and in results and workspace."""
+    """Why a result on integers is not exact; None if it is. NaN lies in rows of no group, in matrices of groups without
+    rows, and in results and workspace."""
     operands = run.integers()
     exact = ragged_dots.exactly(run.problem, *operands)
     return difference(run(*ragged_dots.poisoned(run.problem, operands)), exact)
@@ -159,7 +161,7 @@ def test_random_problems_are_accurate(number: int) -> None:
 
 
 def locality(run: Run) -> str | None:
-    """NaN in the rows and the matrix of one group reaches that group's results alone."""
+    """What is wrong if the rows and the matrix of one group are NaN; None if only that group's results are."""
     p, operands = run.problem, run.integers()
     exact = ragged_dots.exactly(p, *operands)
     first = int(operands[3][0]) if p.has_offset else 0
@@ -173,7 +175,7 @@ def locality(run: Run) -> str | None:
 
 
 def test_nan_stays_in_its_group() -> None:
-    """In every fifth problem."""
+    """Runs every fifth problem."""
     with seeded(94):
         check(drawn()[::5], locality)
 
@@ -216,7 +218,7 @@ def test_every_candidate_is_exact(which: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", PASSES)
 def test_a_hundred_runs_are_the_same(which: str, kind: str) -> None:
-    """Bit for bit, and as accurate as one product of float32 sums."""
+    """Results are the same, bit for bit, and as accurate as one product of float32 sums."""
     p = PASSES[which]
     with seeded(96) as rng:
         operands = [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape, dtype in p.operand_types[:2]]
@@ -229,7 +231,7 @@ def test_a_hundred_runs_are_the_same(which: str, kind: str) -> None:
 
 
 def test_one_long_group_among_more_than_are_sorted() -> None:
-    """Tiles that are cut, of groups in the middle of 2,000."""
+    """The tiles of groups in the middle of 2,000 are cut."""
     p = dataclasses.replace(LAYER, mode="rhs_gradient", groups=2000, m=60_000, k=72, n=136)
     with seeded(97) as rng:
         sizes = rng.integers(0, 3, p.groups)
@@ -242,7 +244,7 @@ def test_one_long_group_among_more_than_are_sorted() -> None:
 
 @pytest.mark.parametrize("sizes", [(33_000 * 4, 20), (70_000, 62_000)])
 def test_long_float32_sums_are_accurate(sizes: tuple[int, int]) -> None:
-    """They leave the tensor cores, which truncate, every 512 stages."""
+    """Sums leave the tensor cores, which truncate, every 512 stages."""
     p = RaggedDotProblem("rhs_gradient", 2, sum(sizes), 256, 512, "bfloat16", "float32")
     with seeded(98) as rng:
         operands = [rng.uniform(0, 1, shape).astype(jnp.dtype(dtype)) for shape, dtype in p.operand_types[:2]]

@@ -33,7 +33,7 @@ def family_of(p: RaggedDotProblem) -> RaggedFamily:
 
 
 def computed(p: RaggedDotProblem, config: Config, operands: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """The kernels' result, whose memory and workspace held NaN, in an order of threads and copies that is drawn."""
+    """The kernels' result. Its memory and the workspace held NaN, and the order of threads and copies is random."""
     assert family_of(p).refusal(p, config) is None
     out = np.zeros(p.out_shape, jnp.dtype(p.out_dtype))
     emulator.run(family_of(p).plan(p, config), operands, [out], seed=int(rng.integers(2**31)))
@@ -41,7 +41,7 @@ def computed(p: RaggedDotProblem, config: Config, operands: list[np.ndarray], rn
 
 
 def check(p: RaggedDotProblem, config: Config, sizes: Iterable[int], rng: np.random.Generator, offset: int = 0) -> None:
-    """Exact on integers, with NaN in what belongs to no group."""
+    """Results are exact on integers, with NaN in rows and matrices of no group."""
     operands = ragged_dots.integers(p, rng, np.array(sizes, np.int64).astype(np.int32))
     if p.has_offset:
         operands[3][0] = offset
@@ -84,7 +84,7 @@ def test_every_kind_of_group_sizes(kind: str) -> None:
 @pytest.mark.parametrize("groups", thinned((300, 33, 65, 1030), 4))
 @pytest.mark.parametrize("problem", [forward, rhs_gradient])
 def test_many_groups(problem: Any, groups: int) -> None:
-    """More than a warp has lanes, and more than the kernels sort; most have a few rows or none."""
+    """There are more groups than a warp has lanes, and more than the kernels sort. Most have a few rows or none."""
     with seeded(82) as rng:
         p = problem(groups, 700, 64, 8)
         config = ragged_config(64, 128, 5)
@@ -92,7 +92,8 @@ def test_many_groups(problem: Any, groups: int) -> None:
 
 
 def test_one_long_group_among_very_many() -> None:
-    """More groups than the schedule sorts: the one that is cut is not the first that the second kernel looks at."""
+    """There are more groups than the schedule sorts. The one that is cut is not the first that the second kernel
+    reads."""
     with seeded(83) as rng:
         sizes = np.zeros(1030, int)
         sizes[777], sizes[3] = 2900, 70
@@ -102,7 +103,7 @@ def test_one_long_group_among_very_many() -> None:
 @pytest.mark.parametrize("offset", thinned((4, -1, 2**31 - 1, 0, 2, -(2**31)), 3))
 @pytest.mark.parametrize("problem", [forward, rhs_gradient])
 def test_offsets(problem: Any, offset: int) -> None:
-    """Two groups of five; for some offsets one or both of them do not exist."""
+    """The operands have two groups of five; for some offsets one or both of them do not exist."""
     with seeded(84) as rng:
         p = problem(2, 130, total_groups=5)
         check(p, ragged_config(64, 128, 5), (30, 0, 65, 20, 10), rng, offset)
@@ -122,7 +123,7 @@ def test_workers_fewer_and_more_than_tiles(problem: Any, workers: int) -> None:
 @pytest.mark.parametrize("family", [FORWARD, RHS_GRADIENT], ids=str)
 @pytest.mark.parametrize("out", [BF16, FLOAT])
 def test_every_tile(family: RaggedFamily, out: str) -> None:
-    """k and n are no multiples of the tiles; matrices of one tile and of several."""
+    """k and n are no multiples of the tiles; matrices have one tile or several."""
     problem = forward if family is FORWARD else rhs_gradient
     with seeded(86) as rng:
         for number, (tile_m, tile_n) in enumerate(family.TILES):
@@ -149,7 +150,7 @@ def test_every_swapped_tile(out: str, order: str) -> None:
 @pytest.mark.parametrize("out", [BF16, FLOAT])
 @pytest.mark.parametrize("sizes", thinned(map(list, ((1100, 1200), (1500, 0), (64, 2000))), 3))
 def test_cut_tiles(sizes: list[int], out: str) -> None:
-    """Pieces of a tile, of one group or two, on workers that have more to do than others."""
+    """Tiles of one or two groups are cut, and some workers have more to do than others."""
     with seeded(88) as rng:
         p = rhs_gradient(len(sizes), 2400, 72, 136, out=out)
         check(p, ragged_config(64, 128, 5), sizes, rng)
@@ -169,7 +170,7 @@ def test_random_cuts(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", thinned((1, 2), 2))
 def test_long_float32_sums_leave_the_tensor_cores(workers: int) -> None:
-    """Chains of 512 stages and what is left: of a whole tile by one worker, of two pieces by two."""
+    """A chain has 512 stages, or those that are left. One worker computes a whole tile, or two workers a piece each."""
     with seeded(90) as rng:
         m = 64 * (530 if workers == 1 else 1030)
         p = rhs_gradient(2, m, 8, 8, out=FLOAT)
@@ -182,7 +183,7 @@ def test_long_float32_sums_leave_the_tensor_cores(workers: int) -> None:
 
 @pytest.mark.parametrize("kind", [*thinned(SMALL, 3)])
 def test_nan_stays_in_its_group(kind: str) -> None:
-    """NaN in all rows of one group, and in its matrix: results of other groups are as exact as ever."""
+    """All rows of one group, and its matrix, are NaN. Results of other groups are exact."""
     p, config = SMALL[kind]
     with seeded(91) as rng:
         for number, sizes in enumerate(((37, 20, 64, 70), (64, 1, 63, 65), (90, 0, 3, 99))):
@@ -200,7 +201,7 @@ def test_nan_stays_in_its_group(kind: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", SMALL)
 def test_one_row_of_nan_reaches_only_its_results(kind: str) -> None:
-    """A row of lhs: its own row of a forward product, its group's matrix of a rhs gradient."""
+    """A row of lhs reaches its own row of a forward product, and its group's matrix of a rhs gradient."""
     p, config = SMALL[kind]
     with seeded(92) as rng:
         operands = ragged_dots.integers(p, rng, np.array((37, 20, 64, 70)))

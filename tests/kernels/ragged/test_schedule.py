@@ -100,7 +100,7 @@ def check(work: list[list[Item]], stages: list[int], tiles: int) -> None:
 
 
 def check_balance(work: list[list[Item]], tiles: int) -> None:
-    """No worker has more than another by more than the longest item of those that do not come out even, one more for
+    """The work of two workers differs at most by the longest item of those that do not come out even, plus one for
     pieces of unequal length."""
     loads = [sum(item.units for item in items) for items in work]
     every = [item for items in work for item in items]
@@ -148,7 +148,7 @@ def test_every_stage_is_computed_once(workers: int, groups: int, count: int, tmp
     ([200_000, 100_000, 50_000, 25_000, 12_500, 6_250, 3_125, 1_500], 60, 0.85),
 ], 5))  # fmt: skip
 def test_workers_are_busy(sizes: list[int], tiles: int, least: float, tmp_path: pathlib.Path) -> None:
-    """The mean load over the largest, of 132 workers; pieces' stores count."""
+    """The mean load of 132 workers is at least `least` times the largest one. The stores of pieces count."""
     given = np.array(sizes)
     work = schedule(tmp_path, given, int(given.sum()), tiles, 132, len(sizes), 0)
     check(work, [-(-size // 64) for size in sizes], tiles)
@@ -158,7 +158,7 @@ def test_workers_are_busy(sizes: list[int], tiles: int, least: float, tmp_path: 
 
 @pytest.mark.exhaustive
 def test_a_long_group_is_cut_in_any_order(tmp_path: pathlib.Path) -> None:
-    """More groups than are sorted, and the longest in their middle."""
+    """There are more groups than are sorted, and the longest is in their middle."""
     sizes = np.zeros(1100, int)
     sizes[500], sizes[20] = 64 * 700, 64 * 500
     work = schedule(tmp_path, sizes, int(sizes.sum()), 3, 8, 1100, 0)
@@ -168,7 +168,7 @@ def test_a_long_group_is_cut_in_any_order(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.exhaustive
 def test_pieces_of_the_longest_reduction(tmp_path: pathlib.Path) -> None:
-    """2**24 stages, of which 32 bits do not hold the product with the number of pieces."""
+    """The reduction has 2**24 stages, whose product with the number of pieces exceeds 32 bits."""
     work = schedule(tmp_path, np.array([2**30]), 2**30, 1, 256, 1, 0)
     check(work, [2**24], 1)
     assert len([item for items in work for item in items]) > 128

@@ -67,7 +67,7 @@ def exact(p: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def operands(p: ConvWgradProblem) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Small integers, and the exact result."""
+    """lhs and g of small integers, and the exact weight gradient."""
     lhs, g = on_gpu.integers(p)
     return lhs, g, exact(p, np.asarray(lhs, np.float64), np.asarray(g, np.float64)).astype(np.float32)
 

@@ -220,7 +220,7 @@ def test_odd_shapes_are_exact(tried: Tried, p: ConvWgradProblem) -> None:
 
 @pytest.mark.parametrize(("tried", "p"), each(ACCURATE))
 def test_as_accurate_as_xla_and_the_same_every_time(tried: Tried, p: ConvWgradProblem) -> None:
-    """For tf32 also with products of one sign, where one-sided rounding would show."""
+    """For tf32 it also runs products of one sign, which would show one-sided rounding."""
     for draw in (jax.random.normal, jax.random.uniform)[: 2 if tried.family is tf32.FAMILY else 1]:
         configs = on_gpu.best_configs(tried.family, p, 1)
         on_gpu.check_accuracy_and_repeats(tried.family, p, configs, *on_gpu.normals(p, draw=draw))

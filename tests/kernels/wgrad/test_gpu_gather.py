@@ -47,7 +47,8 @@ def test_chains_of_several_blocks_are_exact_and_accurate(config: Config) -> None
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("p", SPECIAL, ids=lambda p: f"{p} {p.precision}")
 def test_an_infinity_stays_one(p: ConvWgradProblem, value: float) -> None:
-    """Among whole numbers of one sign, in one element of lhs, in all its bf16 parts."""
+    """The infinity is one element of lhs, and so in all its bf16 parts. The other elements are whole numbers of one
+    sign."""
     rng = np.random.default_rng([SEED, 8])
     lhs, g = (rng.integers(1, 3, shape).astype(np.float32) for shape in (p.lhs_shape, p.g_shape))
     place = (0, *(size // 2 for size in p.input_spatial), 0)

@@ -117,7 +117,7 @@ def test_gives_bitwise_the_same(config: Config) -> None:
 
 
 def test_long_float32_sums_are_as_accurate_as_xlas() -> None:
-    """On numbers of one sign, so that all truncation of the tensor cores has one sign as well."""
+    """All numbers have one sign, so that all truncation of the tensor cores has one sign as well."""
     assert all(im2col.chained_stages(LONG, config) for config in LONG_CONFIGS)
     positive = (jnp.abs(x) for x in normals(LONG, seed=4))
     on_gpu.check_accuracy_and_repeats(FAMILY, LONG, LONG_CONFIGS, *positive, times=10)

@@ -124,7 +124,7 @@ def im2col_edges() -> Iterator[tuple[Fields, Fields, str]]:
             def windows(
                 window: int = 3, axis: int = axis, rank: int = rank, long: int = long, **changes: Any
             ) -> Fields:
-                """A filter of `window` along the axis, whose changes these are."""
+                """Fields that give a filter of size `window` along the axis."""
                 others = {"padding": (1, 1), "stride": 1, "rhs_dilation": 1}
                 given = {name: at(rank, axis, changes.get(name, other), other) for name, other in others.items()}
                 size, kernel = at(rank, axis, long, 12 if rank == 2 else 6), at(rank, axis, window, 3)
@@ -156,7 +156,7 @@ IM2COL = list(im2col_edges())
 
 
 def row(pixels: int, channels: tuple[int, int] = (8, 8), **fields: Any) -> Fields:
-    """A matrix product over so many pixels."""
+    """A matrix product over `pixels` pixels."""
     return {"size": (pixels,), "kernel": (1,), "channels": channels, "batch": 1, **fields}
 
 
