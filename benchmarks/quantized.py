@@ -170,7 +170,7 @@ def decide(case: Case) -> Decision:
 
 
 def set_count(product: Product, case: Case) -> int:
-    """How many weights together do not fit in the L2."""
+    """The least number of weights that together do not fit in the L2."""
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in product.arguments(case)[1:])
     if case.qtype != "nf4" and FORMATS[case.qtype].bits == 4 and product.name == "xla_quantized":
         size //= 2  # an int4's itemsize is 1

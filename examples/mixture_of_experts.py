@@ -3,7 +3,8 @@
 python examples/mixture_of_experts.py
 
 The experts' products are `jax.lax.ragged_dot`, which multiplies every token with every expert. The training step runs
-twice: as it is, and inside of `jax_splitk.intercept()`, where a token meets its own experts only. Losses are the same.
+twice: as it is, and inside of `jax_splitk.intercept()`, where each token is multiplied with its own experts only.
+Losses are the same.
 """
 
 import sys

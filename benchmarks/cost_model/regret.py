@@ -72,8 +72,8 @@ def estimated(rows: Sequence[Row]) -> np.ndarray:
 
 
 def regret(rows: Sequence[Row], seconds: np.ndarray) -> Regret:
-    """The regret of the choices that have the least `seconds`, over problems with several candidates. Among equal ones
-    the first counts."""
+    """The regret of the choices that have the least `seconds`, over problems with several candidates. Among choices
+    with equal seconds the first one counts."""
     choices: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         choices.setdefault(row.group, []).append(i)

@@ -84,7 +84,7 @@ def conv(arguments: argparse.Namespace) -> int:
 
 
 def _problem(op: str, arguments: argparse.Namespace, names: Sequence[str]) -> Any:
-    """The problem that the arguments of these names describe. Raises ValueError where they describe none."""
+    """The problem that the arguments of these names describe. Raises ValueError if they describe none."""
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return problem_from_dict(op, with_defaults(op, given))
 

@@ -17,7 +17,7 @@ from jax_splitk.runtime.target import target_for
 def examine() -> dict[str, Any]:
     """What `doctor` reports of the machine; runs nothing on a device.
 
-    "backend" is None where none can start. "implementations" says why each cannot run; None if it can. "settings" are
+    "backend" is None if none can start. "implementations" says why each cannot run; None if it can. "settings" are
     the variables that jax_splitk reads, with the values in force. "problems" lists what has to be mended.
     """
     missing = toolchain.unavailable()
@@ -53,7 +53,7 @@ def _backend() -> tuple[str | None, list[str], str | None]:
 
 
 def _own_cache() -> pathlib.Path | None:
-    """The user's cache; None where there is none, or the setting is wrong."""
+    """The user's cache; None if there is none, or the setting is wrong."""
     with contextlib.suppress(settings.SettingError):
         return disk.cache_dir()
     return None

@@ -133,7 +133,7 @@ def _add_cache(commands: Any) -> None:
         "merge entries into a cache folder or a file; the newer decision wins, all measurements are kept; kernels are "
         "copied from folders to a folder, except those that lost a measurement"
     )
-    epilog = "TuningResult.loads reads such a file in a program. Exit code 1: not everything was merged."
+    epilog = "A program reads such a file with TuningResult.loads. Exit code 1: not everything was merged."
     merge = _add(commands, "merge", "cache.merge", about, epilog)
     merge.add_argument("sources", nargs="+", metavar="SOURCE", help=_SOURCE)
     merge.add_argument(

@@ -107,7 +107,7 @@ def read_file(path: pathlib.Path) -> list[Stored]:
 
 
 def read_source(argument: str, text: str) -> list[Stored]:
-    """Every entry of a cache folder or of a TuningResult's file. Raises UsageError where there is neither."""
+    """Every entry of a cache folder or of a TuningResult's file. Raises UsageError if there is neither."""
     path = pathlib.Path(text)
     if any(os.path.isdir(path / name) for name in ("tuning", "cubin")):
         return read_folder(path)

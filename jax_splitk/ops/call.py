@@ -25,7 +25,7 @@ class Primitive(core.Primitive):
     """A primitive of ours, whose name is that of the operation. `lowering.define` completes it.
 
     Attributes:
-      scope: what the names of all its operations have in them, in HLO and in profiles.
+      scope: a part of the names of all its operations, in HLO and in profiles.
     """
 
     def __init__(self, name: str) -> None:
@@ -76,7 +76,7 @@ class Call(abc.ABC):
     def with_kernel(self, problem: Any, out: Any, custom_call: CustomCall) -> Callable[..., jax.Array] | None:
         """The function of the operands around the custom call that computes `problem`, for the result's type `out`.
 
-        None where operands and result of the custom call are the primitive's.
+        None if operands and result of the custom call are the primitive's.
         """
 
     @abc.abstractmethod
@@ -94,7 +94,7 @@ def call_of(eqn: core.JaxprEqn) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A dataclass in a jaxpr: fields that have their default are left out."""
+    """The text of a dataclass in a jaxpr, without fields that have their default."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -336,7 +336,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: st
 
 
 def _announce_lax(dtype: np.dtype, options: Options) -> None:
-    """Logs that lax computes operands of this dtype; NotImplementedError where a kernel was asked for explicitly."""
+    """Logs that lax computes operands of this dtype; NotImplementedError if a kernel was asked for explicitly."""
     why = f"operands of {dtype}; accepted: {', '.join(DTYPES)}"
     if options.implementation not in (None, "xla") or options.config is not None:
         given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"

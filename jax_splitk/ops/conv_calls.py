@@ -243,14 +243,14 @@ class ConvWgrad(ConvCall):
 def bind_wgrad(
     conv: Convolution, lhs: jax.Array, g: jax.Array, rhs_shape: Sequence[int], out_dtype: Any, options: Options
 ) -> jax.Array:
-    """The weight gradient of a convolution; ValueError where the shapes do not belong together."""
+    """The weight gradient of a convolution; ValueError if the shapes do not belong together."""
     shape = integers("rhs_shape", rhs_shape, lhs.ndim, least=0)
     conv = with_output_of(conv, lhs.shape, shape, g.shape)
     return ConvWgrad(convolution=conv, shape=shape, out_dtype=jnp.dtype(out_dtype).name, options=options).bind(lhs, g)
 
 
 def with_output_of(conv: Convolution, lhs_shape: Any, rhs_shape: Any, g_shape: Any) -> Convolution:
-    """The convolution with its padding as pairs; ValueError where its output has another shape than g."""
+    """The convolution with its padding as pairs; ValueError if its output has another shape than g."""
     found, expected = with_output(conv, tuple(lhs_shape), tuple(rhs_shape))
     if tuple(g_shape) != expected:
         hint = layout_hint(conv, tuple(lhs_shape), tuple(rhs_shape), tuple(g_shape))

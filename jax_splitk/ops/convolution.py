@@ -128,7 +128,7 @@ def convolution(
 def with_output(
     conv: Convolution, lhs_shape: tuple[Any, ...], rhs_shape: tuple[int, ...]
 ) -> tuple[Convolution, tuple[Any, ...]]:
-    """The convolution with its padding as pairs, and the shape of its output; ValueError where it has none."""
+    """The convolution with its padding as pairs, and the shape of its output; ValueError if it has none."""
     specs = conv.dimension_numbers
     batch, in_channels, *input_spatial = (lhs_shape[i] for i in specs.lhs_spec)
     out_channels, group_channels, *kernel_spatial = (rhs_shape[i] for i in specs.rhs_spec)

@@ -26,8 +26,8 @@ class Decision:
       because: what decided: a table, a cache, the cost model, a limit.
       why: one sentence: the same, with the times that were compared.
       count: how many operations of the function are this one.
-      ours_us: microseconds of one operation as jax_splitk computes it, which may be by XLA; None where not known.
-      xla_us: microseconds of one operation by XLA; None where not known.
+      ours_us: microseconds of one operation as jax_splitk computes it, which may be by XLA; None if not known.
+      xla_us: microseconds of one operation by XLA; None if not known.
       measured: whether both times were measured, in a table that ships with the package or by tuning. Else at least one
         of them is an estimate.
     """
@@ -47,7 +47,7 @@ class Decision:
 
     @property
     def saved_us(self) -> float | None:
-        """Microseconds that one operation takes less than by XLA: 0 where XLA computes it; None where not known."""
+        """Microseconds by which one operation is faster than XLA's: 0 if XLA computes it; None if not known."""
         if self.implementation == "xla":
             return 0.0
         return None if self.ours_us is None or self.xla_us is None else self.xla_us - self.ours_us
@@ -119,7 +119,7 @@ def decision(choice: Choice, target: Target, count: int = 1) -> Decision:
 
 
 def _estimated_xla_us(problem: Problem, target: Target) -> float | None:
-    """XLA's time by the cost model; None where no kernel runs on the target, whose speed is not known then."""
+    """XLA's time by the cost model; None if no kernel runs on the target, whose speed is not known then."""
     families = kernels.families(problem.op, target.platform)
     if only_xla(problem) is not None or all(family.target_refusal(target) is not None for family in families):
         return None

@@ -30,7 +30,7 @@ dot_general_p = Primitive("jax_splitk_dot_general")
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What follows a product, by the names of `DotProblem`."""
+    """The operations after a product, by the names of `DotProblem`."""
 
     bias: str = "none"
     activation: str = "none"

@@ -192,7 +192,7 @@ def _routed(
 def _left_to_lax(
     x: jax.Array, y: jax.Array, precision: Any, preferred: Any, out_sharding: Any, compute_dtype: Any
 ) -> str | None:
-    """Why lax computes the product; None where the primitive does."""
+    """Why lax computes the product; None if the primitive does."""
     if out_sharding is not None:
         return f"out_sharding={out_sharding}"
     for name, array in (("lhs", x), ("rhs", y)):

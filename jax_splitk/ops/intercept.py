@@ -97,7 +97,7 @@ def intercept(
     `jax_splitk.explain` lists what is left to lax.
 
     Args:
-      function: what is decorated, where there are no other arguments.
+      function: the decorated function, if there are no other arguments.
       compute_dtype: as in `jax_splitk.conv_general_dilated` and `jax_splitk.ragged_dot`, for floating operands. The
         result keeps the dtype that lax gives it.
       implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
@@ -129,7 +129,7 @@ def _block(
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> Iterator[None]:
-    """The block, or what runs the decorated function in one."""
+    """The block of `intercept`; a decorated function runs in one."""
     outer = _context.value or _Route()
     given = None if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, DTYPES)
     route = _Route(outer.compute_dtype if given is None else given)

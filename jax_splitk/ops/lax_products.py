@@ -20,7 +20,7 @@ _SCALES, _SHIFTS = ("mul", "div"), ("sub", "add")
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What is known of where a value comes from.
+    """What is known about the origin of a value.
 
     Attributes:
       qtype: the dtype of the quantized argument that it is made of, None for any other.

@@ -76,7 +76,7 @@ def define(primitive: Primitive) -> None:
 
 
 def routed(call: Call, avals: Sequence[Any], platform: str) -> Problem | None:
-    """The problem of an equation; None where it is lax's: an implied one for which no family of `platform` competes."""
+    """The problem of an equation; None if it is lax's: an implied one for which no family of `platform` competes."""
     if not call.options.implied:
         return call.problem(avals)
     if call.options.implementation == "xla" or not _has_elements(avals):
@@ -130,7 +130,7 @@ def _is_static(problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=MEMORY)
 def only_xla(problem: Problem) -> str | None:
-    """Why no kernel on any platform takes the problem; None where one may."""
+    """Why no kernel on any platform takes the problem; None if one may."""
     return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
 
 
@@ -155,7 +155,7 @@ def choose(
 ) -> Choice:
     """`select`, except that XLA computes what its partitioner divides by itself: it cannot look into a custom call.
 
-    `undivided`: why XLA's partitioner divides the operation; None where it does not.
+    `undivided`: why XLA's partitioner divides the operation; None if it does not.
     """
     reason = only_xla(problem)
     if reason is not None:
@@ -174,7 +174,7 @@ def choose(
 
 
 def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, final: bool = True) -> str | None:
-    """Why an implied pass under automatic partitioning stays lax's; None where it does not.
+    """Why an implied pass under automatic partitioning stays lax's; None if it does not.
 
     It stays lax's if no kernel is chosen for the whole pass, nor for a device's part where the devices can divide the
     batch. The choice for the part may be measured. `final`: whether the pass will be lowered, and not only looked at.

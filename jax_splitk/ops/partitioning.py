@@ -46,10 +46,10 @@ class Rule:
       result: a name for each dimension of the result. Names that have a unit but are not in the result are summed over.
       units: by name, into how many parts of equal size a dimension can be cut; names that are not here stay whole.
       divided: takes the number of parts by name, and returns the call of one part (`call.Call`).
-      finish: takes the sum over the devices and the operands of one device, and returns the result; None where the sum
+      finish: takes the sum over the devices and the operands of one device, and returns the result; None if the sum
         is the result.
       localized: takes the operands of one device, the number of parts by name, and a function that gives the device's
-        place among the parts of a name; returns the operands of the call of one part. None where they are the same.
+        place among the parts of a name; returns the operands of the call of one part. None if they are the same.
     """
 
     operands: tuple[tuple[str, ...], ...]
@@ -67,7 +67,8 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How one operation is divided: by name, the mesh axes. `gathered`: what was divided and is now whole."""
+    """How one operation is divided: by name, the mesh axes. `gathered`: names whose dimensions were divided and are now
+    whole."""
 
     axes: Mapping[str, Axes]
     gathered: tuple[str, ...]
@@ -88,7 +89,7 @@ def division(rule: Rule, sizes: Mapping[str, int], operands: Sequence[Spec], res
     Args:
       sizes: of the mesh's axes.
       operands: their shardings.
-      result: its sharding, None where it is open.
+      result: its sharding, None if it is open.
     """
     axes: dict[str, Axes] = {}
     for name, wanted in _wishes(rule, operands, result):
@@ -109,8 +110,8 @@ def division(rule: Rule, sizes: Mapping[str, int], operands: Sequence[Spec], res
 
 
 def _wishes(rule: Rule, operands: Sequence[Spec], result: Spec | None) -> Iterator[tuple[str, Axes]]:
-    """Names and axes, the most important first: reductions that no operand speaks against, whose cost is a sum of the
-    result; then what the result's user wants; then the rest."""
+    """Names and axes, the most important first: reductions that no operand's sharding contradicts, although they cost a
+    sum of the result; then the sharding that the result's user wants; then the rest."""
     named = [wish for dims, spec in zip(rule.operands, operands, strict=True) for wish in zip(dims, spec, strict=True)]
     uses = {(axis, name) for name, axes in named for axis in axes}
     shared = {axis for axis, name in uses for other_axis, other in uses if axis == other_axis and name != other}
@@ -146,7 +147,7 @@ def _announce_gathered(problem: Any, found: Division) -> None:
 
 
 def refusal(ctx: Any) -> str | None:
-    """Why the operation that is lowered in this context cannot be divided by its rule; None where it can."""
+    """Why the operation that is lowered in this context cannot be divided by its rule; None if it can."""
     mesh = _explicit_mesh(ctx.avals_in)
     if mesh is not None:
         several = set(mesh.axis_types) != {AxisType.Explicit}
@@ -181,7 +182,7 @@ def _explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def explicit_division(rule: Rule, avals: Sequence[Any]) -> Division | None:
-    """The division by the types of the operands; None where no type is sharded by explicit axes."""
+    """The division by the types of the operands; None if no type is sharded by explicit axes."""
     mesh = _explicit_mesh(avals)
     if mesh is None:
         return None
@@ -250,7 +251,7 @@ def over_automatic_axes(rule: Rule, call: Any, problem: Any) -> Callable[..., ja
 
 
 def _label(problem: Any, call: Any) -> str:
-    """Stands for what the callbacks compute, of which JAX's compilation cache sees only a pointer, or nothing where
+    """Stands for what the callbacks compute, of which JAX's compilation cache sees only a pointer, or nothing if
     `jax_remove_custom_partitioning_ptr_from_cache_key` is set."""
     options: Options = call.options
     tuning = None if options.tuning is None else options.tuning.digest

@@ -35,7 +35,7 @@ class Operation:
       problem: a device's.
       note: for the reader: the operation of which it is a part, or the part that XLA computes; empty for a whole
         operation.
-      undivided: why XLA partitions it; None where it does not.
+      undivided: why XLA partitions it; None if it does not.
     """
 
     problem: Problem
@@ -46,7 +46,8 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class _Marked:
-    """An equation as it was lowered; if it is divided, its rule, the mesh's axes, and its division where types tell."""
+    """An equation as it was lowered; if it is divided, its rule, the mesh's axes, and its division, if the types tell
+    it."""
 
     call: Call
     shapes: tuple[Any, ...]
@@ -117,7 +118,7 @@ def _passing(ctx: Any, aval: Any, operand: Any) -> Any:
 
 
 def _call(target: str, ctx: Any, operands: Sequence[Any]) -> Any:
-    """A custom call of the context's types."""
+    """A custom call whose results have the context's types."""
     (result,) = jax.ffi.ffi_lowering(target)(ctx, *operands)
     return result.owner  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -160,7 +161,7 @@ def _operation(op: Any, marked: list[_Marked]) -> Operation:
 
 
 def _spec(value: Any) -> Spec:
-    """The mesh axes of a result's dimensions; none where they are not whole axes."""
+    """The mesh axes of a result's dimensions; none if they are not whole axes."""
     attributes, rank = value.owner.attributes, ir.RankedTensorType(value.type).rank
     if "sdy.sharding" not in attributes:
         return ((),) * rank

@@ -55,7 +55,7 @@ class QuantizedCall(Call):
         )
 
     def rule(self, avals: Sequence[Any]) -> Rule | str:
-        """A product is divided over rows of x, and over features and k in what packing lets be cut."""
+        """A product is divided over rows of x, and over features and k into parts that packing allows."""
         x, _, scale, *zero_points = avals
         layout = self.layout
         batch = tuple(f"weight{i}" for i in range(x.ndim - 2))

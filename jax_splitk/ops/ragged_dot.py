@@ -211,7 +211,7 @@ def _offset(group_offset: ArrayLike) -> jax.Array:
 def _left_to_lax(
     x: jax.Array, y: jax.Array, precision: Any, preferred: Any, out_sharding: Any, compute_dtype: Any
 ) -> str | None:
-    """Why lax computes the product; None where the primitive does."""
+    """Why lax computes the product; None if the primitive does."""
     if out_sharding is not None:
         return f"out_sharding={out_sharding}"
     floating = [array.dtype for array in (x, y) if jnp.issubdtype(array.dtype, jnp.floating)]

@@ -81,7 +81,7 @@ class DotProblem:
 
     @property
     def epilogue(self) -> str:
-        """The epilogue in words; empty where there is none."""
+        """The epilogue in words; empty if there is none."""
         parts = (
             f"bias over {self.bias} in {self.bias_dtype}" if self.bias != "none" else "",
             self.activation if self.activation != "none" else "",
@@ -133,7 +133,7 @@ class DotProblem:
 
     @property
     def refusal(self) -> str | None:
-        """Why no kernel on any platform takes it, None where one may."""
+        """Why no kernel on any platform takes it, None if one may."""
         sizes = (self.batch, self.m, self.n, self.k)
         empty = any(isinstance(size, int) and size == 0 for size in sizes)
         return f"an empty product, {self.batch} of {self.m}x{self.k} by {self.k}x{self.n}" if empty else None

@@ -37,7 +37,7 @@ class Problem(Protocol):
 
     @property
     def refusal(self) -> str | None:
-        """Why no kernel on any platform takes it, None where one may."""
+        """Why no kernel on any platform takes it, None if one may."""
         ...
 
     @property

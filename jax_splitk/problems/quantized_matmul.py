@@ -19,7 +19,7 @@ _NARROWEST_TILE = 16  # where there is more than one
 
 
 def refusal(x_shape: Sequence[Any], x_dtype: str, w_shape: Sequence[Any], layout: int | None) -> str | None:
-    """Why no kernel on any platform takes x [..., k] and w [k, features]; None where one may.
+    """Why no kernel on any platform takes x [..., k] and w [k, features]; None if one may.
 
     `layout` is that of a packed weight, None for one that is not packed. A symbolic size is taken for a positive one.
     """
@@ -89,7 +89,7 @@ class QuantizedMatmulProblem:
 
     @property
     def refusal(self) -> str | None:
-        """Why no kernel on any platform takes the operands; None where one may."""
+        """Why no kernel on any platform takes the operands; None if one may."""
         return refusal(self.x_shape, self.x_dtype, (self.k, self.features), self.layout or None)
 
     def representatives(self) -> tuple["QuantizedMatmulProblem", ...]:

@@ -57,7 +57,8 @@ class QuantizedArray(Weight):
       qvalue: the elements, of the array's shape, of dtype int4, uint4, int8, float8_e4m3fn or float4_e2m1fn; for "nf4"
         uint4 indices into the table of NormalFloat4.
       scale: bfloat16, float16 or float32.
-      zero_point: what represents 0, of scale's shape and of dtype int4, uint4, int8, uint8 or one of scale's; None for
+      zero_point: the element values that represent 0, of scale's shape and of dtype int4, uint4, int8, uint8 or one of
+        scale's; None for
         0. Integer formats only. It need not be in the elements' range, but in its own dtype's: 16 of uint4 elements
         (GPTQ has it) is an int8 or uint8, since uint4 wraps to 0.
       qtype: the name of the format (static); None stands for the format of qvalue's dtype.

@@ -40,7 +40,7 @@ def explicit_sharding(aval: Any) -> jax.sharding.NamedSharding | None:
 
 def over_auto_axes(function: Callable[..., jax.Array], sharding: Any) -> Callable[..., jax.Array]:
     """The function of plain lax operations, whose shardings are XLA's to find; `sharding` is the result's, by explicit
-    axes, or None where there are none."""
+    axes, or None if there are none."""
     if sharding is None:
         return function
     return jax.sharding.auto_axes(function, out_sharding=sharding)  # pyright: ignore[reportReturnType]

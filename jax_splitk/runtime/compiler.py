@@ -46,13 +46,13 @@ class CompilationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a file holds.
+    """The content of a kernel's file.
 
     Attributes:
-      key: `content_key` of the source, where it was compiled.
-      origin: of the source's file, there.
-      compiler: `toolchain.identity`, there.
-      source: the same as what was compiled, its macros' values as texts.
+      key: the source's `content_key` on the machine that compiled it.
+      origin: the source file's `origin` on that machine.
+      compiler: `toolchain.identity` on that machine.
+      source: the compiled source, with its macros' values as texts.
     """
 
     key: str

@@ -146,7 +146,7 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def code_refusal(cache: pathlib.Path) -> str | None:
-    """Why no code of a cache folder is used; None where it is, or where there is none."""
+    """Why no code of a cache folder is used; None if it is used, or if there is none."""
     for folder in (cache, cache / "cubin"):
         with contextlib.suppress(OSError):
             if (reason := _distrust(os.stat(folder))) is not None:

@@ -49,7 +49,7 @@ def unmet_version(version: str) -> str | None:
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
+    """The version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def unmet_module(version: str) -> str | None:
 
 
 def sources_digest() -> str | None:
-    """The digest of the C++ sources beside the package, as ffi/CMakeLists.txt has it; None where there are none."""
+    """The digest of the C++ sources beside the package, as ffi/CMakeLists.txt has it; None if there are none."""
     folder = PACKAGE.parent / "ffi"
     if not (folder / "CMakeLists.txt").is_file():
         return None

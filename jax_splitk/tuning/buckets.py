@@ -29,7 +29,7 @@ def representatives(key: Key) -> list[Key]:
 
 
 def derived(key: Key, found: Found, workspace_limit: int) -> Found | None:
-    """A representative's decision as one for `key`, without times; None where it does not hold for `key`."""
+    """A representative's decision as one for `key`, without times; None if it does not hold for `key`."""
     entry = found.entry
     candidate = choice_for(key, entry, workspace_limit)
     if candidate is None:
@@ -61,7 +61,7 @@ def needed(entry: Entry) -> Iterator[tuple[Candidate, Problem]]:
 
 
 def choice_for(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None:
-    """What a representative's entry decides for `key`; None where it does not hold for `key`."""
+    """What a representative's entry decides for `key`; None if it does not hold for `key`."""
     candidate = entry.best(workspace_limit)
     if candidate is None:
         return None

@@ -28,7 +28,7 @@ class Candidate:
         return "xla" if self.family is None else self.family.implementation
 
     def refusal(self, problem: Problem, target: Target) -> str | None:
-        """Why it cannot compute the problem on the target, None where it can."""
+        """Why it cannot compute the problem on the target, None if it can."""
         if self.family is None:
             return None
         reason = _refusal(self.family, problem, target)
@@ -81,7 +81,7 @@ def _planned(plan: Callable[..., DevicePlan | CustomCall], problem: Problem, con
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds of our best candidate and of XLA; None where not known. Our best candidate is the choice, unless
+    """Microseconds of our best candidate and of XLA; None if not known. Our best candidate is the choice, unless
     that is XLA.
 
     Attributes:

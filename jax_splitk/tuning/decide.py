@@ -37,7 +37,7 @@ class FrozenCacheMiss(RuntimeError):
 
 
 def config_argument(query: Query) -> Choice | None:
-    """The config that the caller gave; ValueError where it is not legal, or its workspace is over the limit."""
+    """The config that the caller gave; ValueError if it is not legal, or its workspace is over the limit."""
     config, problem = query.options.config, query.key.problem
     if config is None:
         return None
@@ -118,7 +118,7 @@ def frozen_mode(query: Query) -> Choice | None:
 
 
 def _elsewhere(key: Key) -> str:
-    """What the caches have of the problem for other machines, and how their decision could serve; empty for nothing."""
+    """The machines for which the caches have the problem, and how their decision could serve here; empty for none."""
     environments, here = store.elsewhere(key), key.environment
     if not environments:
         return ""
@@ -162,7 +162,7 @@ SOURCES: tuple[Source, ...] = (
 
 
 def decide(query: Query) -> Choice | None:
-    """The first answer of the sources; None where none has one."""
+    """The first answer of the sources; None if no source has an answer."""
     for source in SOURCES:
         answer = source(query)
         choice = _choice(answer, query) if isinstance(answer, Found) else answer

@@ -1,5 +1,5 @@
-"""The device on which a process measures: who has it, and for what XLA has chosen kernels. `device.state` is this
-process's.
+"""The device on which a process measures: who has it, and the problems for which XLA has chosen kernels. `device.state`
+is this process's.
 
 While XLA compiles a program it times its own kernels and cuDNN's, and the process remembers the fastest for each
 operation. On an H200 it takes 1.6 s for one program of 16 convolutions and then 1.1 s to compile each by itself, but

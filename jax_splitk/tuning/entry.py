@@ -91,7 +91,7 @@ class Entry:
             return (), None, {}
 
     def read_evidence(self) -> tuple[tuple[Measurement, ...], Candidate | None, dict[str, Any]]:
-        """(measurements, predicted, metadata); raises InvalidEntry where they cannot be read."""
+        """(measurements, predicted, metadata); raises InvalidEntry if they cannot be read."""
         op = self.key.problem.op
         measurements, predicted, metadata = map(self.evidence.get, ("measurements", "predicted", "metadata"))
         if not isinstance(measurements, list) or not isinstance(metadata, dict):
@@ -116,7 +116,7 @@ class Entry:
 
     def best(self, workspace_limit: int, implementation: str | None = None) -> Candidate | None:
         """The choice, if it fits the limit and is of the implementation; else the fastest measured candidate that does.
-        None where no kernel does: XLA's time alone decides nothing then."""
+        None if no kernel does: XLA's time alone decides nothing then."""
 
         def fits(candidate: Candidate) -> bool:
             asked = implementation is None or candidate.implementation == implementation

@@ -44,7 +44,7 @@ def describe(entry: Entry) -> str:
 
 
 def summary(entries: Iterable[Entry]) -> list[str]:
-    """One line on all problems that were measured again; none where there are none."""
+    """One line on all problems that were measured again; none if there are none."""
     again = [found for entry in entries if (found := _of(entry)) is not None]
     changed = [found for found in again if found["changed"]]
     outside = sum(found.get("tie") is not True for found in changed)

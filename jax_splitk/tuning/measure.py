@@ -144,7 +144,7 @@ class Bench:
     @functools.cached_property
     def _references(self) -> list[jax.Array]:
         """XLA's results in float32 for operands of each kind, by any of its kernels: none is timed, which would disturb
-        measurements. They take seconds to compile, and up to one to run."""
+        measurements. They take seconds to compile, and up to one second to run."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
         options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}
         function = self.operation.check or self.operation.reference
@@ -251,8 +251,8 @@ class Bench:
                         contestant.times.append(timed)
 
     def time_again(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
-        """As `time`, but in place of the earlier timings, with as many for each contestant. Where the time does not
-        suffice for two rounds of all, the earlier timings stay as well."""
+        """As `time`, but the timings replace the earlier ones, and each contestant gets equally many. If the time does
+        not suffice for two rounds of all, the earlier timings stay as well."""
         again = [dataclasses.replace(contestant, times=[]) for contestant in contestants]
         self.time(again, rounds, deadline)
         whole = min((len(new.times) for new in again if new.error is None), default=0)
@@ -265,7 +265,7 @@ class Bench:
         these sizes is as large as the differences.
 
         A single round runs each contestant a few times; a single contestant gets one round. Returns False, and changes
-        nothing, where none of `profiles` profiles succeeds (on the CPU, or while the user takes one).
+        nothing, if none of `profiles` profiles succeeds (on the CPU, or while the user takes one).
         """
         if self.platform != "cuda" or not contestants:
             return False

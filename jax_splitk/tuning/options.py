@@ -92,7 +92,7 @@ def check_options(op: str, options: Options) -> None:
 
 
 def wrong_field(config: Any) -> str | None:
-    """The first field of a config that does not have exactly its type, in words; None where all have. Families rely on
+    """The first field of a config that does not have exactly its type, in words; None if all have. Families rely on
     exact types: bool is a subclass of int, and 2.0 equals 2."""
     for field in dataclasses.fields(config):
         value, accepted = getattr(config, field.name), field.type

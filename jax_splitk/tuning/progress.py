@@ -39,8 +39,8 @@ class Run:
     """Problems that are measured together, and how far they are.
 
     Attributes:
-      total: how many there will be; None where they come up one by one.
-      known: how many more were known before.
+      total: number of problems; None if they come up one by one.
+      known: number of further problems whose decisions were known before.
       measured: the new entries.
       steps: (count, entry) of each operation of a step that is decided; empty if operations are not counted.
     """

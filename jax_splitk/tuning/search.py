@@ -148,7 +148,7 @@ class Search:
         return running[0] if running is not None and time.monotonic() - running[1] > STUCK_SECONDS else None
 
     def run(self) -> Entry:
-        """Searches. Raises RuntimeError where XLA cannot compute the problem, `GivenUp` if the search is given up."""
+        """Searches. Raises RuntimeError if XLA cannot compute the problem, `GivenUp` if the search is given up."""
         with jax.default_device(jax.local_devices()[0]):
             first = self._first_candidates()
             bench, xla = self._start(first)
@@ -277,7 +277,7 @@ class Search:
             taken = (self._now() - started) / math.ceil(len(new) / self._at_once)
 
     def _tell(self) -> None:
-        """Shows the user how far it is."""
+        """Shows the user how far the search is."""
         if self.xla is not None and self.xla.error is None and self.contestants:
             searches.state.progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
 
@@ -338,7 +338,7 @@ class Search:
         return failed and device.state.poisoned_by == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
 
     def entry_without(self, stuck: Candidate) -> Entry:
-        """The entry while a candidate does not come back. Raises RuntimeError where that is XLA."""
+        """The entry while a candidate does not come back. Raises RuntimeError if that is XLA."""
         error = f"it did not come back within {STUCK_SECONDS} s"
         if self.xla is None or stuck == XLA:
             raise RuntimeError(f"XLA cannot compute it: {error}")
@@ -411,9 +411,10 @@ def _fastest(contestants: list[Contestant]) -> Contestant | Any:
 def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
     """The winner among the finalists and XLA.
 
-    Of ours it is the fastest, unless the model's own choice is within the noise of it and beyond the noise faster than
-    XLA. It competes with XLA by device times as they stand. By the wall clock XLA wins where its fastest round is
-    faster by more than `NOISE`: on a busy machine rounds lie far apart, and the fastest says the most.
+    The fastest of our candidates competes with XLA, or the model's own choice, if that is within the noise of the
+    fastest, and faster than XLA by more than the noise. Device times are compared as they are. By the wall clock XLA
+    wins where its fastest round is faster by more than `NOISE`: on a busy machine rounds lie far apart, and the fastest
+    says the most.
     """
     best = _fastest(finalists)
     if best is None:

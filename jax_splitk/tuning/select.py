@@ -69,7 +69,7 @@ def _is_asked_for(family: Family, options: Options) -> bool:
 
 
 def without_code(choice: Choice, target: Target) -> str | None:
-    """Why the choice's kernel cannot be lowered: no cache has it, and there is no compiler. None where it can."""
+    """Why the choice's kernel cannot be lowered: no cache has it, and there is no compiler. None if it can."""
     if choice.candidate == XLA or target.platform != "cuda" or (missing := toolchain.unavailable()) is None:
         return None
     plan = choice.candidate.plan(choice.problem)

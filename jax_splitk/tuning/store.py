@@ -76,7 +76,7 @@ def elsewhere(key: Key) -> list[Environment]:
 
 
 def read(path: str | pathlib.Path, key: Key) -> Entry | None:
-    """The entry in a file; None where there is no file, or, with a warning, where the file cannot be used."""
+    """The entry in a file; None if there is no file, or, with a warning, if the file cannot be used."""
     data = disk.read(path)
     if data is None:
         return None
@@ -88,7 +88,7 @@ def read(path: str | pathlib.Path, key: Key) -> Entry | None:
 
 
 def save(entry: Entry) -> bool:
-    """Merges an entry into the writable layer. Returns False where nothing was written."""
+    """Merges an entry into the writable layer. Returns False if nothing was written."""
     folder = disk.cache_dir()
     if disk.mode() != "update":
         return False
@@ -100,5 +100,5 @@ def save(entry: Entry) -> bool:
 
 
 def files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The entry files of a layer; none where the folder cannot be read."""
+    """The entry files of a layer; none if the folder cannot be read."""
     return disk.files(folder, "tuning/*/*.json")

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The time of one candidate: microseconds of a call; None where it failed (`error`).
+    """The time of one candidate: microseconds of a call; None if it failed (`error`).
 
     Attributes:
       spread: how far apart the rounds are, relative to the time.
@@ -82,7 +82,7 @@ class Sweep:
 
     @property
     def best(self) -> dict[int, Point]:
-        """The fastest point for each number of splits; none where all of a number failed."""
+        """The fastest point for each number of splits; none if all of a number failed."""
         timed = [point for point in self.points if point.us is not None]
         return {p.splits: p for p in sorted(timed, key=lambda p: (p.splits, -(p.us or 0.0)))}
 
@@ -218,7 +218,7 @@ def _time(bench: Bench, contestants: Sequence[Contestant]) -> bool:
 
 
 def _require_working(problem: Problem, those: Sequence[Contestant | Measurement]) -> None:
-    """Raises RuntimeError where a measurement that all others are compared with has failed."""
+    """Raises RuntimeError if a measurement that all others are compared with has failed."""
     for failed in (one for one in those if one.error is not None):
         raise RuntimeError(f"{problem}: {failed.candidate} failed: {failed.error}")
 

@@ -51,7 +51,7 @@ class Table:
         return Target(machine.platform, machine.device_kind, machine.compute_capability, machine.cores)
 
     def entry(self, key: Key) -> Entry | None:
-        """The entry for a key; None where the table has none. Raises InvalidEntry for a row that cannot be used."""
+        """The entry for a key; None if the table has none. Raises InvalidEntry for a row that cannot be used."""
         row = self.rows.get(_text(dataclasses.asdict(key.problem)))
         if row is None or self.machine != dataclasses.replace(key.environment, abi=()):
             return None
@@ -64,7 +64,7 @@ class Table:
 
 
 def lookup(key: Key) -> Entry | None:
-    """The shipped entry for a key. None where there is none, or, with one warning, where it cannot be used."""
+    """The shipped entry for a key. None if there is none, or, with one warning, if it cannot be used."""
     op, device_kind = key.problem.op, key.environment.device_kind
     table = once.state.result((FOLDER, op, device_kind), lambda: _read_or_warn(path_for(op, device_kind)))
     try:
@@ -83,7 +83,7 @@ def _read_or_warn(path: pathlib.Path) -> Table:
 
 
 def read(path: pathlib.Path) -> Table:
-    """The table in a file; empty where there is no file. Raises InvalidEntry for a file that is no table."""
+    """The table in a file; empty if there is no file. Raises InvalidEntry for a file that is no table."""
     text = disk.read(path)
     if text is None:
         return Table()

@@ -14,7 +14,7 @@ from jax_splitk.tuning.options import Options
 
 @dataclasses.dataclass
 class Watched:
-    """What was lowered and decided while `Watch.watching`.
+    """What was lowered and decided in a block of `Watch.watching`.
 
     Attributes:
       again: whether keys that a cache has are measured too, each once.
@@ -24,7 +24,7 @@ class Watched:
       silent: how many passes were left to lax because XLA is faster (`tuning.select.is_silent`).
       asked: every operation that was lowered, by problem and the caller's options, with how often; also those that no
         kernel of this platform computes.
-      entries: by key, where a cache or a measurement was asked; None where neither had an answer.
+      entries: by key, where a cache or a measurement was asked; None if neither had an answer.
       measured: the keys that were measured.
     """
 

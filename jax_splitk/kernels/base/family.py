@@ -183,7 +183,8 @@ class CudaFamily(Family[_Problem, _Config]):
         return ("KERNEL(role)", f"{self.kernel_name(problem)}##role"), *self.macros(problem, config).items()
 
     def structs(self, problem: _Problem, config: _Config) -> list[Struct]:
-        """What stands for `#include "structs.cuh"` in the device source: the structs that the launches hand over."""
+        """The structs that the launches pass. Their declarations replace `#include "structs.cuh"` in the device
+        source."""
         return [p for launch in self.launches(problem, config) for p in launch.params if isinstance(p, Struct)]
 
     def source(self, problem: _Problem, config: _Config) -> Source:

@@ -1,5 +1,5 @@
-"""What families of forward passes and input gradients share: either is the forward pass of some convolution, with
-strides or with a dilated input."""
+"""Shared by families of forward passes and input gradients. Both are forward passes of some convolution, with strides
+or with a dilated input."""
 
 import functools
 from typing import Any, TypeVar

@@ -1,4 +1,5 @@
-"""C structs of 32-bit integers that the host fills and device code reads, stated once: by their values.
+"""C structs of 32-bit integers that the host fills and device code reads. The host states only their values; the
+declarations follow from these.
 
 A `Struct` is a launch's parameter, by value. Its family declares it in the C text that stands in a device source in
 place of `#include "structs.cuh"`.

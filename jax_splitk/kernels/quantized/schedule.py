@@ -69,7 +69,7 @@ class Schedule:
         return dataclasses.replace(found, workers=-(-found.units // found.range_blocks))
 
     def refusal(self, splits: int, worker_blocks: int, k_warpgroups: int) -> str | None:
-        """Why the schedule is not legal, None where it is. A worker has `worker_blocks` thread blocks. With `splits`
+        """Why the schedule is not legal, None if it is. A worker has `worker_blocks` thread blocks. With `splits`
         above 1 each tile has that many ranges, and `k_warpgroups` share a block's range."""
         if self.units > MAX_UNITS:
             return f"{self.units} blocks of this tile and 128 k; accepted: at most {MAX_UNITS}"

@@ -134,8 +134,8 @@ def _whole_stages(p: QuantizedMatmulProblem, config: Config) -> bool:
 
 
 def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
-    """Boxes of 64 k of all rows, or of a whole stage's k if stages are whole. Tensor maps have no e4m3, so elements are
-    pairs."""
+    """Boxes of 64 k of all rows, or of a whole stage's k if stages are whole. Tensor maps have no e4m3, so an element
+    of the map is a pair of e4m3."""
     pairs = p.x_dtype == "float8_e4m3fn"
     dtype, swizzle = ("bfloat16", _SWIZZLE_64B) if pairs else (p.x_dtype, plan.SWIZZLE_128B)
     k, width = (p.k // 2, TILE // 2) if pairs else (p.k, TILE)

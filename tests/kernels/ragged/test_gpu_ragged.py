@@ -161,7 +161,7 @@ def test_random_problems_are_accurate(number: int) -> None:
 
 
 def locality(run: Run) -> str | None:
-    """What is wrong if the rows and the matrix of one group are NaN; None if only that group's results are."""
+    """What is wrong; None if NaN in the rows and the matrix of one group reaches only that group's results."""
     p, operands = run.problem, run.integers()
     exact = ragged_dots.exactly(p, *operands)
     first = int(operands[3][0]) if p.has_offset else 0
