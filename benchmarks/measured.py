@@ -12,8 +12,10 @@ from jax_splitk.tuning.entry import Entry
 class Measured:
     """One case's figures. Times in microseconds.
 
-    Attributes: case: its `problem()` was computed.
-      decision: how our function computes it. entry: the caches' entry; None if nothing was tuned.
+    Attributes:
+      case: its `problem()` was computed.
+      decision: how our function computes it.
+      entry: the caches' entry; None if nothing was tuned.
     """
 
     case: Any

@@ -26,9 +26,11 @@ FP8_ROWS = 16  # rows of cuBLASLt's fp8 products are multiples of 16
 class Product:
     """One contestant.
 
-    Attributes: x_dtype: dtype of its activation.
-      row_multiple: its activation's rows are a multiple of this. weight: maps (case, key) to the random arrays of one
-      weight; traced. multiply: maps (case, x, *weight) to the product; traced.
+    Attributes:
+      x_dtype: dtype of its activation.
+      row_multiple: its activation's rows are a multiple of this.
+      weight: maps (case, key) to the random arrays of one weight; traced.
+      multiply: maps (case, x, *weight) to the product; traced.
     """
 
     name: str

@@ -191,7 +191,8 @@ def test_ffi_calls_name_no_other_target() -> None:
 
 
 def test_lax_is_called_as_it_was_imported() -> None:
-    """`intercept` replaces the attribute of jax.lax, with what calls this."""
+    """The package calls lax's convolution by a name that it imported. Otherwise it would get the function that
+    `intercept` puts into jax.lax."""
 
     def calls(path: pathlib.Path) -> list[int]:
         nodes = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))

@@ -172,7 +172,9 @@ def _conv_text(found: Sequence[Sweep]) -> str:
     described = str(found[0].problem).removeprefix(f"{found[0].problem.op} ")
     lines = [f"convolution {described}", f"{found[0].target.device_kind}, times by {_SOURCES[found[0].source]}", ""]
     lines += [output.table(header, rows, narrow=("config",)), ""]
-    return "\n".join([*lines, f"sum: {xla_us:.1f} us by XLA, {least_us:.1f} us where the faster computes each pass"])
+    return "\n".join(
+        [*lines, f"sum: {xla_us:.1f} us by XLA, {least_us:.1f} us if the faster of both computes each pass"]
+    )
 
 
 _SOURCES = {"device": "the profiler (device)", "wall": "the wall clock"}

@@ -26,7 +26,7 @@ def with_defaults(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(fields) - set(known))
     missing = [name for name, (default, _) in known.items() if not default and name not in fields]
     if unknown or missing:
-        accepted = f"{', '.join(known)}, of which those that are missing must be there" if missing else ", ".join(known)
+        accepted = f"{', '.join(known)}; the missing ones are required" if missing else ", ".join(known)
         raise ValueError(f"{op} problem: unknown fields {unknown}, missing fields {missing}; accepted: {accepted}")
     return _COMPLETE[op](fields)
 

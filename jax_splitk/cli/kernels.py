@@ -142,7 +142,7 @@ def _difference(kernel: Kernel | None) -> str | None:
         return f"not compared: its source {kernel.source.file!r} is not the package's"
     try:
         if compiler.source_key(kernel.source) != kernel.source_key:
-            return "not compared: its source is another version's, or not the one that it is called by"
+            return "not compared: its source is another version's, or does not match its name"
         if compiler.content_key(kernel.source) != kernel.key:
             return f"not compared: {kernel.compiler} compiled it, and here is {toolchain.identity()}"
         compiled = compiler.compile_anew(kernel.source)

@@ -66,7 +66,7 @@ def read(path: pathlib.Path, folder: pathlib.Path | None = None) -> Stored:
     (item,) = _read(path, lambda data: [entries.whole(json.loads(data))])
     if folder is None or item.entry is None or path == folder / item.entry.key.file:
         return item
-    return Stored(path, None, f"it is not where it would be looked for, {folder / item.entry.key.file}")
+    return Stored(path, None, f"it is not where lookups expect it, {folder / item.entry.key.file}")
 
 
 def read_folder(folder: pathlib.Path) -> list[Stored]:

@@ -251,12 +251,12 @@ def conv_general_dilated(
     """A convolution with the arguments of `jax.lax.conv_general_dilated`, with fast kernels for it and its gradients.
 
     The passes are `conv_fprop`, `conv_dgrad` and `conv_wgrad`; for each the fastest is chosen, XLA's among them. The
-    first twelve parameters are lax's, in lax's order. Where no kernel is faster, the forward pass and the input
-    gradient are lax's operations to the letter, and so is forward mode; but an input whose padding crops one side of a
-    dimension and extends the other is padded before, since XLA:CPU may compute wrong numbers. Works under every
-    transformation of lax's: jit, grad and jvp (of any order), linear_transpose, checkpoint, vmap, scan and shard_map.
-    Under vmap a mapped input widens the batch of one convolution and of one weight gradient, and a mapped weight makes
-    groups (with a mapped input) or more output channels (without).
+    first twelve parameters are lax's, in lax's order. If no kernel is faster, the forward pass and the input gradient
+    are exactly lax's operations, and so is forward mode. Only an input whose padding crops one side of a dimension and
+    extends the other is padded before, since XLA:CPU may compute wrong numbers. Works under every transformation of
+    lax's: jit, grad and jvp (of any order), linear_transpose, checkpoint, vmap, scan and shard_map. Under vmap a mapped
+    input widens the batch of one convolution and of one weight gradient, and a mapped weight makes groups (with a
+    mapped input) or more output channels (without).
 
     For operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats), lax computes
     the convolution and its gradients, and the log says so.

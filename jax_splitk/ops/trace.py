@@ -39,7 +39,7 @@ def _served(operation: Operation, platform: str) -> Operation:
     problem = lowering.served(operation.problem, platform)
     if problem == operation.problem or not isinstance(operation.problem, DotProblem):
         return operation
-    said = f"XLA computes what follows ({operation.problem.epilogue})"
+    said = f"XLA computes the epilogue ({operation.problem.epilogue})"
     return dataclasses.replace(operation, problem=problem, note="; ".join(filter(None, (operation.note, said))))
 
 

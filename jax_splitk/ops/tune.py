@@ -39,10 +39,10 @@ def tune(
       *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: its arguments by name.
       seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
-      again: also tune what a cache already has.
+      again: also tune problems that a cache already has.
 
-    Returns: The decisions. In a `with` block these decisions come first. `dumps` and `loads` take them to other
-      machines.
+    Returns:
+      The decisions. In a `with` block these decisions come first. `dumps` and `loads` take them to other machines.
 
     Raises:
       ValueError: `seconds` is not a number above 0.
@@ -75,9 +75,10 @@ def tune_problems(problems: Iterable[Problem], *, seconds: float | None = None, 
       problems: e.g. a `jax_splitk.problems.conv_wgrad.ConvWgradProblem` or a
         `jax_splitk.problems.quantized_matmul.QuantizedMatmulProblem`; the current options apply to all of them.
       seconds: budget for one problem, above 0; None for `JAX_SPLITK_TUNE_BUDGET_S`, else 10.
-      again: also tune what a cache already has.
+      again: also tune problems that a cache already has.
 
-    Returns: The decisions, as from `tune`.
+    Returns:
+      The decisions, as from `tune`.
 
     Raises:
       TypeError: one of them is not a problem.

@@ -287,7 +287,9 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
         rounded to bfloat16 here.
       dtype: a floating dtype; None for the scale's.
 
-    Raises: TypeError, ValueError: parts of `q` that do not fit together; see `QuantizedArray`. A dtype not floating.
+    Raises:
+      TypeError, ValueError: parts of `q` that do not fit together; see `QuantizedArray`.
+      TypeError: `dtype` is not floating.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((64, 2)), "int8", group_size=None)

@@ -115,7 +115,8 @@ def prepack(q: Any) -> PackedWeight:
       q: a QuantizedArray (or qwix QArray, AQT QTensor) [k, features] with groups of 32, 64 or 128 along axis 0, or per
         channel. Scales that several features share are repeated for each feature.
 
-    Raises: TypeError, ValueError: parts of `q` that do not fit together; a rank other than 2; other groups.
+    Raises:
+      TypeError, ValueError: parts of `q` that do not fit together; a rank other than 2; other groups.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)
@@ -167,8 +168,9 @@ def unpack(packed: PackedWeight) -> QuantizedArray:
     Returns:
       The same elements and zero points, and a scale for each feature and group.
 
-    Raises: TypeError, ValueError: `packed` is not a PackedWeight, its leaves do not fit together, or its zero points
-      were changed to values outside their former dtype (not checked under jit).
+    Raises:
+      TypeError, ValueError: `packed` is not a PackedWeight, its leaves do not fit together, or its zero points were
+        changed to values outside their former dtype (not checked under jit).
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64)

@@ -1,4 +1,4 @@
-"""benchmarks/ragged.py: its cases, a run on small layers, and what it says of contestants that are left out."""
+"""benchmarks/ragged.py: its cases, a run on small layers, and its message about contestants that are left out."""
 
 import json
 import pathlib

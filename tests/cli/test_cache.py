@@ -47,7 +47,7 @@ def damage(folder: pathlib.Path, good: pathlib.Path) -> dict[pathlib.Path, str]:
         "4" * 40: (b"[]", "key None"),
         "5" * 40: (json.dumps({**fields, "key": None}).encode(), "key None"),
         "6" * 40: (json.dumps({**fields, "metadata": 3}).encode(), "metadata"),
-        "7" * 40: (whole.encode(), "it is not where it would be looked for"),
+        "7" * 40: (whole.encode(), "it is not where lookups expect it"),
         "8" * 40: (b"", "Expecting value"),
         "9" * 40: (json.dumps({**fields, "schema": "1"}).encode(), f"schema '1'; accepted: {SCHEMA}"),
     }

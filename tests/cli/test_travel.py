@@ -209,7 +209,7 @@ def test_verify_finds_what_the_compiler_did_not_make(
     put_kernel("it is not what the compiler makes", compiler.content_key(sources[1]), sources[1], forged)
     # Another's code under its name, with a header that is right, or tells the truth.
     put_kernel("it is not what the compiler makes", compiler.content_key(sources[2]), sources[2], good)
-    put_kernel("not the one that it is called by", compiler.content_key(sources[3]), sources[0], good)
+    put_kernel("does not match its name", compiler.content_key(sources[3]), sources[0], good)
     put_kernel("NVRTC 1.0 compiled it", f"{compiler.source_key(sources[4])}-0", sources[4], good, "NVRTC 1.0")
     broken = Source("tiny.cu", (("VALUE", "nonsense"),))
     put_kernel("does not compile", compiler.content_key(broken), broken, good)

@@ -52,7 +52,7 @@ def in_float64(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_wgrad_is_exact_on_integers(plain: bool) -> None:
-    """XLA:CPU of jaxlib 0.10 and 0.11 computes most of the plain ones wrongly."""
+    """XLA:CPU of jaxlib 0.10 and 0.11 computes most of the plain convolutions wrongly."""
     with seeded(31 + plain) as rng:
         for _ in range(12):
             problem = random_problem(rng, plain)

@@ -163,7 +163,7 @@ def test_on_the_cpu_the_product_has_a_kernel_and_xla_the_rest() -> None:
 
     (decision,) = jax_splitk.explain(layer, x, g, bias, platform="cpu").decisions
     assert (decision.family, decision.problem.epilogue) == ("dot_host", "")
-    assert decision.why.endswith("; XLA computes what follows (bias over m in float32, relu)")
+    assert decision.why.endswith("; XLA computes the epilogue (bias over m in float32, relu)")
     assert jax.jit(layer).lower(x, g, bias).as_text().count("custom_call @jax_splitk_host") == 1
     np.testing.assert_array_equal(jax.jit(layer)(x, g, bias), np.maximum(np.asarray(x).T @ g + bias, 0))
     (key, _), *others = jax_splitk.tune(layer, x, g, bias, seconds=0.05)

@@ -605,7 +605,7 @@ def test_division(operands: Any, result: Any, axes: dict[str, Any], gathered: tu
 
 
 def test_without_a_compiler_a_pass_that_nobody_named_is_laxs_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel would be chosen, but what is lowered needs its code."""
+    """A kernel would be chosen, but lowering it needs its machine code."""
 
     def lowered() -> str:
         fn = lambda x, w: jax_splitk.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)  # noqa: E731

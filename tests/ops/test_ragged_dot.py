@@ -50,7 +50,7 @@ def _forward(lhs: np.ndarray, rhs: np.ndarray, sizes: Any, first: int = 0) -> np
     [1, 0, 0, 11],  # every group but the last is small
 ])  # fmt: skip
 def test_sizes(sizes: list[int], implementation: Any) -> None:
-    """Results and both gradients are those of the groups' rows, whatever lies in the other rows."""
+    """Results and both gradients depend only on the groups' rows, whatever is in the other rows."""
     rng = generator(400)
     lhs, rhs, ct = _integers(rng, 12, 3), _integers(rng, 4, 3, 5), _integers(rng, 12, 5)
     free = np.ones(12, bool)
@@ -68,7 +68,7 @@ def test_sizes(sizes: list[int], implementation: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
 def test_sizes_of_any_integer_dtype(dtype: str) -> None:
-    """Their sum may be beyond the dtype's range: lax adds them up in it."""
+    """The sum of the sizes may exceed the range of their dtype, in which lax adds them."""
     rng, sizes = generator(401), np.array([100, 27, 120, 100]).astype(dtype)
     lhs, rhs = _integers(rng, 360, 2), _integers(rng, 4, 2, 3)
     np.testing.assert_array_equal(jax_splitk.ragged_dot(lhs, rhs, sizes), _forward(lhs, rhs, sizes))

@@ -102,7 +102,7 @@ def lowered(traced: Any) -> str:
 
 
 def test_all_kernels_compile_while_the_first_operation_is_lowered(compilations: Compilations) -> None:
-    """None of the workers ends before all have begun: one after the other they never would."""
+    """No worker ends before all have begun: one after the other they would never end."""
     sources = list(map(source, CASES))
     assert len(set(sources)) == len(CASES) == 4
     compilations.held = lambda _: compilations.wait_for(*sources[1:])

@@ -130,7 +130,7 @@ def test_it_serves_where_it_is_legal_and_loses_little(k: int, features: int, row
 
 
 def test_what_is_not_legal_or_slow_for_fewer_rows_does_not_serve(cache: pathlib.Path) -> None:
-    """Both happen with the model's first candidates; what decides is the next representative then."""
+    """Both happen with the model's first candidates. The next representative then decides."""
     reasons = set()
     for (k, features), rows in itertools.product(SHAPES, range(257, 1100, 13)):
         key = key_of(rows, k=k, features=features)

@@ -89,7 +89,8 @@ for _ in range(2):
 
 
 def test_a_profile_is_read_where_warnings_are_errors(profiled: pathlib.Path) -> None:
-    """jaxlib's own warning, of a type that it makes, ended the process: again, after the type was garbage."""
+    """jaxlib warned about a type that it creates, which ended the process. It did so again after the type had been
+    garbage-collected."""
     process = start(READ, profiled)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "2\n2\n"), err

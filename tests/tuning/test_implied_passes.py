@@ -1,5 +1,5 @@
-"""Forward passes and input gradients of `conv_general_dilated`, which the caller did not name: what a miss means to
-them."""
+"""Forward passes and input gradients of `conv_general_dilated`, which the caller did not name: the effects of a
+miss."""
 
 import dataclasses
 import logging

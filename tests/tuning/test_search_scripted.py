@@ -37,7 +37,7 @@ class Clock:
 
 
 class Script:
-    """What each candidate takes, and what goes wrong with it.
+    """The times of each candidate, and its failures.
 
     Attributes:
       us: microseconds of a candidate.
@@ -170,7 +170,7 @@ def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
     ],
 )
 def test_a_close_final_goes_on(own: float, again: float | None, stays: bool, scripted: Any) -> None:
-    """The model's own choice against the fastest, by a few rounds, and by more where these do not decide."""
+    """The model's own choice is timed against the fastest in a few rounds, and in more if these do not decide."""
     with seeded(3) as rng:
         key = wide(rng)
     first, fastest, slow = search.ranked(key)[:3]

@@ -1,4 +1,4 @@
-"""What was measured on another GPU of the architecture decides where nothing was measured on this one."""
+"""Measurements on another GPU of the architecture decide if there are none on this one."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The tables that ship with the package: what is written is found again, and what is damaged is a miss."""
+"""The tables that ship with the package: written rows are found again, and damaged rows are a miss."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""XLA's choices for several problems at once: which, how many, and what becomes of those that fail."""
+"""XLA's choices for several problems at once: which problems, how many, and what happens to those that fail."""
 
 import dataclasses
 import threading

@@ -33,9 +33,9 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
 
     Attributes:
       name: no other family has it.
-      implementation: the word with which users choose it: "cutlass" or "host". ABI: raised when earlier tuning
-        decisions no longer hold for the family's kernels. Config: a frozen dataclass with the parameters that the tuner
-        chooses.
+      implementation: the word with which users choose it: "cutlass" or "host".
+      ABI: raised when earlier tuning decisions no longer hold for the family's kernels.
+      Config: a frozen dataclass with the parameters that the tuner chooses.
       competes: whether the family is considered for implied passes.
       traced_as: its name in HLO and in profiles. A `Translated` family has the name of the family that it uses.
     """

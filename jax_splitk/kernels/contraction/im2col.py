@@ -155,7 +155,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
                 given = f"window stride {axis.down} of an input dilated by {axis.up}"
                 return f"{given}; accepted: one of them 1, up to {_MAX_DOWN} and {_MAX_UP}"
         if not all(axis.residues[0].taps for axis in found):
-            return "an output that no tap meets; accepted: one with products"
+            return "no filter tap reads the input; accepted: at least one that does"
         if is_matrix_product(forward(p)):
             return None
         lowest, highest, farthest = IM2COL_LIMITS[len(found)]
@@ -188,7 +188,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not can_persist(problem):
             p = problem
             given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
-            rest = "16 bits, multiples of 8 channels, results that taps meet"
+            rest = "16 bits, multiples of 8 channels, no pixels of the result without taps"
             return f"workers {config.workers} with {given}; accepted: {rest}"
         return field_refusal(
             config,

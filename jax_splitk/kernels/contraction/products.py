@@ -172,7 +172,7 @@ class Tma(TileFamily[DotProblem, Config]):
         never measured on a GPU are left to XLA, too, unless the caller asks for the kernel."""
         if problem.dtype == E4M3 or problem.epilogue:
             what = "an epilogue" if problem.epilogue else "e4m3 operands"
-            return f"{what} in the kernel: it takes an explicit config or implementation, or a measurement"
+            return f"a kernel with {what} needs an explicit config or implementation, or a measurement"
         is_few = _large_tiles(problem) <= _FEW_TILES and _floor_seconds(problem) < _SHORT_SECONDS
         if is_few and not _is_slight(problem):
             return None

@@ -183,7 +183,7 @@ class Im2col(SplitFamily[ConvWgradProblem, Config]):
         if config.whole_tiles == 0:
             return None
         if config.splits == 1 or problem.feature_group_count != 1:
-            return f"whole_tiles {config.whole_tiles}; accepted but for several splits of one group: 0"
+            return f"whole_tiles {config.whole_tiles}; accepted except with several splits of a single group: 0"
         if not least <= config.whole_tiles <= most:
             return f"whole_tiles {config.whole_tiles}; accepted for {tiles} tiles: 0, or {least} to {most}"
         return None

@@ -58,7 +58,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
         if problem.rows > 128:
             return f"rows={problem.rows} are faster on XLA:CPU; preferred up to 128"
         if problem.flops < 512:
-            return "the problem is so small that the call itself is what takes time"
+            return "the problem is so small that the call itself takes most of the time"
         return None
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:

@@ -58,7 +58,7 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         if problem.groups == 1 and not problem.has_offset:
             return "a product of one group is a dense one; preferred from two groups on"
         if problem.flops < 512:
-            return "the problem is so small that the call itself is what takes time"
+            return "the problem is so small that the call itself takes most of the time"
         return None
 
     def candidates(self, problem: RaggedDotProblem, target: Target) -> list[Config]:

@@ -96,7 +96,7 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         """Problems for which XLA is mostly faster."""
         m, _, rows = problem.gemm_shape
         if rows * m * problem.out_channels < 256:
-            return "the problem is so small that the call itself is what takes time"
+            return "the problem is so small that the call itself takes most of the time"
         overlap = math.prod(problem.kernel_spatial) > math.prod(problem.window_strides)
         plain = problem.feature_group_count == 1 and problem.rank < 3 and set(problem.lhs_dilation) == {1}
         channels, most = problem.in_channels * problem.out_channels, math.prod(problem.window_strides) * _WIDE

@@ -101,7 +101,11 @@ class DepthwiseConv(ModelledFamily[ConvProblem, Config]):
         least = _items(p, Config(max(_COLUMNS), max(_ROWS)))
         if least > INT32_MAX:
             return f"{least} threads; accepted: up to {INT32_MAX}"
-        return None if self._fitting(p) else f"dilation {p.rhs_dilation}: the sums of a thread fit in no registers"
+        return (
+            None
+            if self._fitting(p)
+            else f"dilation {p.rhs_dilation}: the sums need more registers than a thread can have"
+        )
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         up, registers = _forward(problem).lhs_dilation[2], _registers(problem, config)

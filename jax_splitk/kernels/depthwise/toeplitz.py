@@ -48,11 +48,14 @@ class Config:
     """How a pass is computed.
 
     Attributes:
-      channels: channels of a thread block. tiles: tiles of 8 columns of a thread block, which has as many lines as give
-        at most 16 windows. rows, planes: rows and planes of the output in a line. step: rows of the output between two
-        barriers. ahead: stages whose loads are under way. tall: whether lines are strips of all images on top of each
-        other, with padding between two images that serves both. turns: with 2, half of the warps multiply while the
-        others load and store.
+      channels: channels of a thread block.
+      tiles: tiles of 8 columns of a thread block, which has as many lines as give at most 16 windows.
+      rows, planes: rows and planes of the output in a line.
+      step: rows of the output between two barriers.
+      ahead: stages whose loads are under way.
+      tall: whether lines are strips of all images on top of each other, with padding between two images that serves
+        both.
+      turns: with 2, half of the warps multiply while the others load and store.
     """
 
     channels: int
@@ -294,7 +297,7 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
     def _layout_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         g, t = _forward(problem), tiling(problem, config)
         if config.step == t.each == 1:
-            return "step 1; accepted of filters as tall: 2, 4"
+            return "step 1; accepted for filters of this height: 2, 4"
         if not config.tall:
             return None
         if t.plane_blocks > 1:

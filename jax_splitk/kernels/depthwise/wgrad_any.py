@@ -44,10 +44,12 @@ class Config:
     """How a weight gradient is computed.
 
     Attributes:
-      columns: columns of a thread's strip, at most the output's. rows: steps that a thread takes before its next strip;
-        each is a row of the strip, or `columns` columns of an image of one row.
-      lanes: neighbouring words of channels of a thread block; other threads of a warp have other strips. warps: warps
-        of a thread block. splits: parts of the strips; none may be empty.
+      columns: columns of a thread's strip, at most the output's.
+      rows: steps that a thread takes before its next strip; each is a row of the strip, or `columns` columns of an
+        image of one row.
+      lanes: neighbouring words of channels of a thread block; other threads of a warp have other strips.
+      warps: warps of a thread block.
+      splits: parts of the strips; none may be empty.
     """
 
     columns: int
@@ -143,7 +145,7 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
         if (reason := reason or refusals.depthwise_groups(p)) is not None:
             return reason
         if p.rank == 2 and depthwise.FAMILY.problem_refusal(p) is None:
-            return f"{p.in_channels} channels of {p.dtype} in 2 dimensions; accepted: what wgrad_depthwise refuses"
+            return f"{p.in_channels} channels of {p.dtype} in 2D; accepted: problems that wgrad_depthwise refuses"
         if max(g.kernel) > _MAX_KERNEL or p.taps > _MAX_TAPS:
             return f"a filter of {p.kernel_spatial}; accepted: sides up to {_MAX_KERNEL} and {_MAX_TAPS} taps"
         if max(g.stride) > _MAX_STRIDE:
@@ -155,7 +157,9 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
         if g.reach[2] > _MAX_REACH:
             return f"dilation {p.rhs_dilation}: a window of {g.reach[2] + 1} columns; accepted: up to {_MAX_REACH + 1}"
         if not self._fitting(p):
-            return f"strides {p.window_strides}, dilation {p.rhs_dilation}: what a thread needs fits in no registers"
+            return (
+                f"strides {p.window_strides}, dilation {p.rhs_dilation}: it needs more registers than a thread can have"
+            )
         return refusals.weights(p)
 
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:

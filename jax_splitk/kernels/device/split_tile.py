@@ -32,8 +32,8 @@ class SplitTile(WgmmaTile):
 
     Attributes:
       tile_m, tile_n, stages: see `WgmmaTile`.
-      splits: parts of the reduction; none may be empty. reduction: where the splits are added: "none" (there is one),
-        "workspace" or "cluster".
+      splits: parts of the reduction; none may be empty.
+      reduction: where the splits are added: "none" (there is one), "workspace" or "cluster".
     """
 
     splits: int = 1

@@ -161,7 +161,9 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         if (steps := _steps(_layout(_volume(problem), config))) > MAX_STEPS:
             return f"{steps} products of 16 elements of the filter; accepted: up to {MAX_STEPS}"
         if not _group(config, 1):
-            return f"tile_n {config.tile_n} with {config.consumers} consumers; accepted: what their registers hold"
+            return (
+                f"tile_n {config.tile_n} with {config.consumers} consumers; accepted: tiles that fit in their registers"
+            )
         if (needed := _shared_bytes(problem, config)) > _SHARED_PER_SM - _BESIDE_BYTES:
             most = _SHARED_PER_SM - _BESIDE_BYTES
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {most}"

@@ -58,8 +58,9 @@ class Config:
 
     Attributes:
       in_block: input channels of a thread block.
-      images, rows, columns: images, blocks of rows and blocks of columns of a tile. units: units of 16 output channels
-        of a warp. strips: strips of 16 pixels of a warp.
+      images, rows, columns: images, blocks of rows and blocks of columns of a tile.
+      units: units of 16 output channels of a warp.
+      strips: strips of 16 pixels of a warp.
       stages: depth of the shared-memory pipeline.
       workers: thread blocks that share the tiles of a block of channels.
     """
@@ -97,14 +98,16 @@ class Tiling:
     """A thread block's work.
 
     Attributes:
-      bundles: bundles of a thread block. blocks: blocks of channels. tiles: numbers of tiles along images, planes, rows
-        and columns. step_rows, x_width: pixels of a step's box.
+      bundles: bundles of a thread block.
+      blocks: blocks of channels.
+      tiles: numbers of tiles along images, planes, rows and columns.
+      step_rows, x_width: pixels of a step's box.
       weight_box: channels and rows of a box of weights; `weight_boxes`: how many along each.
       out_box: channels of a box of results; `result_box_bytes`: of one.
       slots: blocks of rows that have sums at a time.
       warps: consumers.
-      resident: whether a warp keeps its weights in registers, if these suffice. products: products of a warp for a
-        block of rows.
+      resident: whether a warp keeps its weights in registers, if these suffice.
+      products: products of a warp for a block of rows.
     """
 
     bundles: int

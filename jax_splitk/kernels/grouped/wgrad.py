@@ -50,8 +50,9 @@ class Config:
     Attributes:
       in_block, out_block: input and output channels of a thread block: whole bundles, or a part of one.
       images, rows, columns: output pixels of a tile; `columns` is the image's width or a multiple of 8 below it.
-      slices: warps that divide the pixels of a tile among themselves. stages: depth of the shared-memory pipeline, in
-        tiles. splits: parts of the tiles; none may be empty.
+      slices: warps that divide the pixels of a tile among themselves.
+      stages: depth of the shared-memory pipeline, in tiles.
+      splits: parts of the tiles; none may be empty.
     """
 
     in_block: int

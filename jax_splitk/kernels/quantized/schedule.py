@@ -17,9 +17,11 @@ class Schedule:
     """Who computes what.
 
     Attributes:
-      tiles: the output's tiles of a worker's size. k_blocks: k blocks of a tile, each of 128 k. workers: thread blocks
-        or clusters. whole_tiles: whole tiles that each worker computes. The k blocks of all other tiles, laid end to
-        end, are cut into equal ranges, one for each worker.
+      tiles: the output's tiles of a worker's size.
+      k_blocks: k blocks of a tile, each of 128 k.
+      workers: thread blocks or clusters.
+      whole_tiles: whole tiles that each worker computes. The k blocks of all other tiles, laid end to end, are cut into
+        equal ranges, one for each worker.
     """
 
     tiles: int

@@ -47,8 +47,9 @@ class Config:
       stages: depth of the shared-memory pipeline, in blocks of 128 k.
       blocks: thread blocks.
       whole_tiles: whole tiles that each thread block computes. The k blocks of all other tiles are cut into equal
-        ranges, one for each thread block, whose sums are added from the workspace. splits: above 1, every tile has this
-        number of equal ranges, whose thread blocks form a cluster and add their sums in shared memory.
+        ranges, one for each thread block, whose sums are added from the workspace.
+      splits: above 1, every tile has this number of equal ranges, whose thread blocks form a cluster and add their sums
+        in shared memory.
       k_warpgroups: warpgroups that share 64 features, and take turns with the k blocks of a range; 1, or 2 with splits.
     """
 

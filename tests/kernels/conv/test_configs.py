@@ -22,7 +22,7 @@ from tests.problems import conv_of
     (TOEPLITZ, 1, toeplitz.Config(16, 1, 1, 1, 2, 3), "ahead 3; accepted: 1, 2, 4"),
     (TOEPLITZ, 1, toeplitz.Config(16, 1, 1, 2, 2), "planes 2; accepted: 1"),
     (TOEPLITZ, 1, toeplitz.Config(32, 4, 12, 1, 4), "bytes of shared memory; accepted: up to 232448"),
-    (TOEPLITZ, 13, toeplitz.Config(8, 1, 1, 1, 1), "step 1; accepted of filters as tall: 2, 4"),
+    (TOEPLITZ, 13, toeplitz.Config(8, 1, 1, 1, 1), "step 1; accepted for filters of this height: 2, 4"),
     (TOEPLITZ, 13, toeplitz.Config(16, 1, 1, 1, 2), "channels 16; accepted: 8"),
     (TOEPLITZ, 1, toeplitz.Config(16, 1, 46, 1, 2, tall=True), "rows 46; accepted: 1 to 45"),
     (TOEPLITZ, 2, toeplitz.Config(16, 1, 1, 1, 2, tall=True), "tall lines of 5 blocks of planes; accepted: 1"),

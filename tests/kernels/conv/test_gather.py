@@ -31,7 +31,7 @@ def test_tiles_that_take_turns_are_exact(p: Any, config: gather.Config) -> None:
     ({"consumers": 1}, "consumers 1; accepted: 2 to 4"),
     ({"tile_n": 48}, "tile_n 48; accepted: 16, 32"),
     ({"tile_p": 9}, "tile_p 9 and tile_q 16; accepted: products of 1 to 128"),
-    ({"consumers": 4, "tile_n": 256}, "tile_n 256 with 4 consumers; accepted: what their registers hold"),
+    ({"consumers": 4, "tile_n": 256}, "tile_n 256 with 4 consumers; accepted: tiles that fit in their registers"),
     ({"stages": 4, "blocks": 8, "images": 16, "tile_p": 4}, "of shared memory; accepted: at most"),
     ({"blocks": 8, "consumers": 3}, "1536 rows"),
 ])  # fmt: skip

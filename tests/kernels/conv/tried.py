@@ -141,7 +141,7 @@ DEPTHWISE = Tried(
         ({"window_strides": (5, 1)}, "; accepted: one of them 1, 1 to 4"),
         ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "stride 2 of an input dilated by 2; accepted: one"),
         ({"batch": 0}, "accepted: sizes of 1 to"),
-        ({"rhs_dilation": (120, 1)}, "the sums of a thread fit in no registers"),
+        ({"rhs_dilation": (120, 1)}, "the sums need more registers than a thread can have"),
     ],
     best=2,
 )  # fmt: skip

@@ -267,7 +267,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         ({"channels": (5, 15), "groups": 5}, {"groups": 2}, "feature_group_count 2, batch_group_count 1; accepted: 4"),
         ({"channels": (2, 2), "groups": 2}, {"channels": (1, 1), "groups": 1}, "feature_group_count 1, "),
         ({"size": (10,), "kernel": (3,), "channels": (8, 8), "groups": 8}, {"channels": (8, 8), "groups": 8},
-         "8 channels of bfloat16 in 2 dimensions; accepted: what wgrad_depthwise refuses"),
+         "8 channels of bfloat16 in 2D; accepted: problems that wgrad_depthwise refuses"),
         ({"kernel": (7, 7)}, {"kernel": (8, 1)}, "a filter of (8, 1); accepted: sides up to 7 and 49 taps"),
         ({"size": (4, 9, 9), "kernel": (1, 7, 7)}, {"size": (4, 9, 9), "kernel": (2, 7, 7)}, "a filter of (2, 7, 7)"),
         ({"stride": (4, 1)}, {"stride": (5, 1)}, "window strides (5, 1); accepted: up to 4"),
@@ -278,7 +278,7 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         # In two dimensions the distance of the rows of taps has no limit.
         ({"size": (300, 9), "rhs_dilation": (140, 1)},
          {"size": (4, 300, 9), "kernel": (2, 3, 3), "rhs_dilation": (1, 140, 1)},
-         "strides (1, 1, 1), dilation (1, 140, 1): what a thread needs fits in no registers"),
+         "strides (1, 1, 1), dilation (1, 140, 1): it needs more registers than a thread can have"),
     ],
 }  # fmt: skip
 
@@ -449,7 +449,7 @@ LIMITS: list[tuple[Family, Fields, Any, list[tuple[Fields, str]], list[Fields]]]
         [
             ({"whole_tiles": 36}, "whole_tiles 36; accepted for 36 tiles: 0, or 1 to 35"),
             ({"whole_tiles": -1}, "whole_tiles -1; accepted for 36 tiles: 0, or 1 to 35"),
-            ({"splits": 1}, "whole_tiles 20; accepted but for several splits of one group: 0"),
+            ({"splits": 1}, "whole_tiles 20; accepted except with several splits of a single group: 0"),
         ],
         [{"whole_tiles": 35}],
     ),
