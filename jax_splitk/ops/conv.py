@@ -132,7 +132,7 @@ def conv_fprop(
       batch_group_count: as in lax.
       precision: as in lax.
       config: as in `conv_wgrad`.
-      implementation: as in `conv_wgrad`. What no kernel takes, or XLA computes faster, is XLA's.
+      implementation: as in `conv_wgrad`. XLA computes what no kernel takes, and what XLA computes faster.
       workspace_limit_bytes: as in `conv_wgrad`.
 
     Returns:
@@ -201,7 +201,7 @@ def conv_dgrad(
       batch_group_count: the forward convolution's.
       precision: as in lax.
       config: as in `conv_wgrad`.
-      implementation: as in `conv_wgrad`. What no kernel takes, or XLA computes faster, is XLA's.
+      implementation: as in `conv_wgrad`. XLA computes what no kernel takes, and what XLA computes faster.
       workspace_limit_bytes: as in `conv_wgrad`.
 
     Returns:

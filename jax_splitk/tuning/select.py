@@ -119,7 +119,8 @@ def code_of(choice: Choice, target: Target, options: Options, *, agreed: bool) -
     """The choice and its custom call; XLA and None, with one warning, where its code does not compile.
 
     Args:
-      agreed: whether the processes of a job lower the same: then XLA computes it in all of them if one cannot compile.
+      agreed: whether all processes of a job lower this choice. If one of them cannot compile it, XLA computes it in
+        all.
 
     Raises:
       CompilationError, CompilerUnavailable: the code of an explicit implementation or config does not compile.

@@ -53,7 +53,7 @@ def taps(problem: ConvWgradProblem) -> tuple[int, int]:
 
 
 def tile_bytes(problem: ConvWgradProblem) -> int:
-    """fp32 partial sums of a tile."""
+    """Bytes of a tile's fp32 partial sums."""
     return math.prod(taps(problem)) * CHANNELS * CHANNELS * 4
 
 
@@ -68,7 +68,7 @@ def pitch(problem: ConvWgradProblem, config: Config) -> int:
 
 
 def buffer_bytes(problem: ConvWgradProblem, config: Config) -> int:
-    """A strip of both inputs in shared memory."""
+    """Bytes of a strip of both inputs in shared memory."""
     x = -(-lines(problem, config) * pitch(problem, config) // 8) * 8
     return (x + config.tile_p * config.tile_q) * PIXEL_BYTES
 

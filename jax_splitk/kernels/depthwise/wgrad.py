@@ -153,8 +153,8 @@ def axes(p: ConvWgradProblem) -> Axes:
 class Operand:
     """X or dY of a block of rows, in planes of shared memory. Lengths are in chunks of 16 bytes.
 
-    A store has four matrices, each with two channels and four (part, image, chunk). A quarter of a warp reads two rows
-    of four segments: eight different banks of 16 bytes, always.
+    A store (stmatrix) writes four matrices. Each has two channels, and four combinations of part, image and chunk. A
+    quarter of a warp reads two rows of four segments: eight different banks of 16 bytes, always.
 
     Attributes:
       store_images, store_chunks: images, and chunks of 8 columns of a row, in a store.

@@ -142,17 +142,17 @@ def dy_stages(v: View, config: Config) -> int:
 
 
 def _pitch_bytes(v: View, config: Config) -> int:
-    """32 channels of an image's line of X in shared memory."""
+    """Bytes of 32 channels of an image's line of X in shared memory."""
     return -(-columns(v, config) // 8) * 8 * PIXEL_BYTES
 
 
 def _line_bytes(v: View, config: Config) -> int:
-    """A line of X in shared memory."""
+    """Bytes of a line of X in shared memory."""
     return config.images * config.blocks * 2 * _pitch_bytes(v, config)
 
 
 def _row_bytes(config: Config) -> int:
-    """A row of dY in shared memory."""
+    """Bytes of a row of dY in shared memory."""
     return config.pixels * config.tile_n * 4
 
 
