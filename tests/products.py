@@ -95,7 +95,7 @@ def exact_weight(case: Case, seed: int) -> tuple[QuantizedArray, np.ndarray]:
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounds through float32, as results are defined."""
+    """Rounds to float32 first, and then to `dtype`, as results are defined."""
     with np.errstate(over="ignore"):
         return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
 

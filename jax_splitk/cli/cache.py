@@ -98,9 +98,11 @@ def _found(what: str) -> Stored:
     found |= {path.stem: path for _, folder in reversed(store.layers()) for path in store.files(folder)}
     found = {digest: item for digest, item in found.items() if what and digest.startswith(what)}
     if not found:
-        raise UsageError(f"{argument}: there is none; accepted: a file, or how a digest shown by `cache ls` begins")
+        raise UsageError(f"{argument}: not found; accepted: a file, or the beginning of a digest shown by `cache ls`")
     if len(found) > 1:
-        raise UsageError(f"{argument} is how {len(found)} digests begin; accepted: more of one of {', '.join(found)}")
+        raise UsageError(
+            f"{argument}: {len(found)} digests begin so; accepted: more characters of one of {', '.join(found)}"
+        )
     (item,) = found.values()
     return item if isinstance(item, Stored) else stored.read(item)
 

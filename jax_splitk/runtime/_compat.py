@@ -50,7 +50,7 @@ def mapped_sharding(sharding: Any, axis: Any, dim: int) -> Any:
     """The sharding of a result with a mapped axis in dimension `dim`, from the sharding of the result without that
     axis; None stays None.
 
-    `axis` is what JAX says of the axis to a batching rule: it may be sharded over explicit mesh axes.
+    `axis` is the description of the axis that JAX passes to a batching rule: it may be sharded over explicit mesh axes.
     """
     names = getattr(axis, "explicit_mesh_axis", None)
     if sharding is None or not names:

@@ -152,7 +152,7 @@ def test_show_sorts_the_measurements(cache: pathlib.Path, capsys: Any) -> None:
     put(cache, key_of(PROBLEMS[1]), {X: 1.0})
     put(cache, key_of(PROBLEMS[2]), {X: 1.0})
     (path.parent / f"{path.stem[:8]}{'f' * 32}.json").write_text("")
-    assert "accepted: more of one of" in refused(capsys, "cache", "show", path.stem[:8])
+    assert "accepted: more characters of one of" in refused(capsys, "cache", "show", path.stem[:8])
     assert run(capsys, "cache", "show", path.parent / f"{path.stem[:8]}{'f' * 32}.json", code=1)["foreign"] is False
     for nothing in ("xyz", ""):
         assert "there is none" in refused(capsys, "cache", "show", nothing)
