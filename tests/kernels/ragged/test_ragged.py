@@ -91,6 +91,7 @@ def test_many_groups(problem: Any, groups: int) -> None:
         check(p, config, rng.multinomial(690, rng.dirichlet(np.full(groups, 0.3))), rng)
 
 
+@pytest.mark.exhaustive
 def test_one_long_group_among_very_many() -> None:
     """There are more groups than the schedule sorts. The one that is cut is not the first that the second kernel
     reads."""
