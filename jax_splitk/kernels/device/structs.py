@@ -69,7 +69,7 @@ class Struct(Int32Struct):
         return "\n".join((f"struct {self.name} {{", *(f"  {of} {name};" for name, of in members.items()), "};"))
 
 
-def _words(*fields: Field) -> Iterator[int]:
+def _words(*fields: Field | Struct) -> Iterator[int]:
     for field in fields:
         if isinstance(field, tuple | list):
             yield from _words(*field)
