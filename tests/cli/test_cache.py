@@ -155,7 +155,7 @@ def test_show_sorts_the_measurements(cache: pathlib.Path, capsys: Any) -> None:
     assert "accepted: more characters of one of" in refused(capsys, "cache", "show", path.stem[:8])
     assert run(capsys, "cache", "show", path.parent / f"{path.stem[:8]}{'f' * 32}.json", code=1)["foreign"] is False
     for nothing in ("xyz", ""):
-        assert "there is none" in refused(capsys, "cache", "show", nothing)
+        assert "not found" in refused(capsys, "cache", "show", nothing)
 
 
 def test_ls_shows_every_file_that_cannot_be_used(cache: pathlib.Path, capsys: Any) -> None:
