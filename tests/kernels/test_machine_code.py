@@ -138,9 +138,13 @@ def _grouped_pass(m: Main) -> None:
         places = (divmod(o * down - pad + t * step, up) for o in range(out) for t in range(taps))
         return any(rest == 0 and 0 <= i < size for i, rest in places)
 
-    assert (m.count(cubin.HMMA) > 0) == all(map(meets, "DHW"))
     assert not m.shared_out
-    _releases_what_was_read(m)
+    if all(map(meets, "DHW")):
+        assert m.count(cubin.HMMA) > 0
+        _releases_what_was_read(m)
+    else:  # the results are zeros, and the consumer reads no stage that it could release
+        assert m.count(cubin.HMMA) == 0
+        assert not any(m.kernel.loads_at_arrivals())
 
 
 def _depthwise(m: Main) -> None:
@@ -417,14 +421,8 @@ def test_machine_code(file: str) -> None:
     check_all([next(run for run in every_kernel.RUNS if run.plan.source.file == file)])
 
 
-# Open faults since options were deleted: in each file one of the candidates wants more registers than it may have. A
-# search leaves out what does not compile.
-TOO_FEW_REGISTERS = ("gather/wgrad.cu", "grouped/passes.cu")
-PAIRS = [pytest.param(f, marks=[pytest.mark.xfail(strict=False)] * (f in TOO_FEW_REGISTERS)) for f in CODE]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("file", PAIRS)
+@pytest.mark.parametrize("file", CODE)
 def test_machine_code_of_every_pair(file: str) -> None:
     check_all(samples(file))
 

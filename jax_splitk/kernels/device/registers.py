@@ -17,6 +17,17 @@ _SHARES = {
 }
 
 
+# Registers that a WGMMA needs beside its sums. ptxas compiles it for the registers that a thread has at launch.
+_WGMMA_REGISTERS = 32
+
+
+def wgmma_fits(columns: int, blocks_per_sm: int, consumers: int) -> bool:
+    """Whether a WGMMA of so many columns compiles, where a thread block has a warpgroup of producers beside the
+    consumers."""
+    at_launch = 65536 // (blocks_per_sm * 128 * (consumers + 1)) // 8 * 8
+    return columns // 2 + _WGMMA_REGISTERS <= at_launch
+
+
 def consumer_registers(blocks_per_sm: int, consumers: int) -> int:
     """Registers of a consumer's thread; 0 if there is no entry."""
     return _SHARES.get((blocks_per_sm, consumers), (0, 0))[1]

@@ -15,7 +15,7 @@ from jax_splitk.kernels.base import refusals
 from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.base.geometry import axis_macros
 from jax_splitk.kernels.base.work import Work
-from jax_splitk.kernels.device.registers import consumer_registers, share_macros
+from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.gather.layout import GatherTile, Layout, Volume, layout_of, volume
@@ -31,7 +31,6 @@ _SHARED_PER_SM = 228 * 1024
 _BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and barriers
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
 _OTHER_REGISTERS = 34
-_WGMMA_REGISTERS = 32  # beside its sums, of those that a thread has at launch, or ptxas does not compile it
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
 
@@ -81,8 +80,7 @@ def _shared_bytes(p: ConvProblem, config: Config) -> int:
 
 def _group(config: Config, together: int) -> int:
     """Products in a batch: as many as registers allow for two alternating batches; 0 if there are too few registers."""
-    at_launch = 65536 // (together * 128 * (config.consumers + 1)) // 8 * 8
-    if config.tile_n // 2 + _WGMMA_REGISTERS > at_launch:
+    if not wgmma_fits(config.tile_n, together, config.consumers):
         return 0
     room = consumer_registers(together, config.consumers) - config.tile_n // 2 - _OTHER_REGISTERS
     return max(0, min(4, room // 8))

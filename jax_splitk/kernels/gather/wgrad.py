@@ -18,7 +18,7 @@ from jax_splitk.kernels.base.geometry import axis_macros, bytes_touched
 from jax_splitk.kernels.base.split import SplitFamily, nearby, whole_fours
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
-from jax_splitk.kernels.device.registers import consumer_registers, share_macros
+from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.gather.layout import (
     GatherTile,
@@ -118,7 +118,8 @@ def is_ragged(v: Volume, config: Config) -> bool:
 
 def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
     """2 if shared memory and registers allow it, with chains of `steps` steps."""
-    fits = registers(v, config, steps) <= consumer_registers(2, config.consumers)
+    few = registers(v, config, steps) <= consumer_registers(2, config.consumers)
+    fits = few and wgmma_fits(config.tile_n, 2, config.consumers)
     return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
 
 
