@@ -22,6 +22,7 @@ from jax_splitk.ops.conv_calls import (
     conv_fprop_p,
     conv_wgrad_p,
 )
+from jax_splitk.ops.tangents import bilinear
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
@@ -34,14 +35,7 @@ def _fprop_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: C
     # What a transpose keeps of an operand is its conversion, which may be smaller.
     lhs, rhs = (x.astype(call.compute_dtype) for x in primals)
     call = dataclasses.replace(call, options=dataclasses.replace(call.options, forward_only=False))
-    out = call.bind(lhs, rhs)
-    lhs_dot, rhs_dot = tangents
-    terms = []
-    if not isinstance(lhs_dot, ad.Zero):
-        terms.append(call.bind(lhs_dot, rhs))
-    if not isinstance(rhs_dot, ad.Zero):
-        terms.append(call.bind(lhs, rhs_dot))
-    return out, sum(terms[1:], start=terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return bilinear((lhs, rhs), tangents, call=call)
 
 
 def _fprop_transpose(ct: Any, lhs: Any, rhs: Any, *, call: ConvFprop) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching
 from jax_splitk.ops import checkpointing, lowering, taylor
 from jax_splitk.ops.dot_calls import NO_EPILOGUE, DotCall, Epilogue, dot_general_p
 from jax_splitk.ops.folding import mapped_size, one_by_one
+from jax_splitk.ops.tangents import summed
 from jax_splitk.problems.dot_general import E4M3
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 
@@ -41,7 +42,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: DotCall) -> t
             terms.append(bias_alone.finished(zeros, (*primals[:2], tangents[i])))
         else:
             terms.append(tangents[i].astype(out.dtype))
-    return out, sum(terms[1:], start=terms[0])
+    return out, summed(terms, out)
 
 
 def _transpose(ct: Any, lhs: Any, rhs: Any, *rest: Any, call: DotCall) -> tuple[Any, ...]:

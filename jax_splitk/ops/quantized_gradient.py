@@ -15,6 +15,7 @@ from jax.interpreters import ad, mlir
 from jax_splitk.ops import checkpointing, lowering, quantized_primitive, taylor
 from jax_splitk.ops.call import Primitive
 from jax_splitk.ops.quantized_primitive import QuantizedCall, leaves_of, over_batch, quantized_matmul_p
+from jax_splitk.ops.tangents import summed
 from jax_splitk.problems import quantized_reference as reference
 from jax_splitk.problems.quantized_matmul import X_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
@@ -84,10 +85,6 @@ def _traced_as(part: str) -> Iterator[None]:
         yield
 
 
-def _sum(terms: Sequence[jax.Array], out: jax.Array) -> Any:
-    return sum(terms[1:], start=terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
-
-
 # ---- with respect to what the weight is made of ----------------------------------------------------------------------
 
 
@@ -125,7 +122,7 @@ def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Weigh
             return _tangent(*[changed.get(i, operand) for i, operand in enumerate(given)], dot, call=call)
 
         terms.append(jax.jvp(of, tuple(given[i] for i in asked), tuple(given_dots[i] for i in asked))[1])
-    return out, _sum(terms, out)
+    return out, summed(terms, out)
 
 
 def _tangent_transpose(ct: Any, x: Any, *operands: Any, call: WeightTangent) -> list[Any]:
@@ -171,7 +168,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall
     (x, *leaves), (x_dot, *dots) = primals, tangents
     out = call.bind(*primals)
     terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
-    return out, _sum([*terms, *_weight_terms(x, leaves, dots, call)], out)
+    return out, summed([*terms, *_weight_terms(x, leaves, dots, call)], out)
 
 
 def _transpose(ct: Any, x: Any, *leaves: Any, call: QuantizedCall) -> list[Any]:
@@ -250,7 +247,7 @@ def _paired_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Paired
     (x, *leaves), (x_dot, *dots), own = primals, tangents, call.own
     out = call.bind(*primals)
     terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
-    return out, _sum([*terms, *_weight_terms(x, leaves[:own], dots[:own], call)], out)
+    return out, summed([*terms, *_weight_terms(x, leaves[:own], dots[:own], call)], out)
 
 
 def _paired_transpose(ct: Any, x: Any, *leaves: Any, call: PairedCall) -> list[Any]:

@@ -13,7 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.interpreters import ad, batching
 
-from jax_splitk.ops import checkpointing, lowering, taylor
+from jax_splitk.ops import checkpointing, lowering, tangents, taylor
 from jax_splitk.ops.folding import mapped_size, one_by_one
 from jax_splitk.ops.ragged_call import RaggedDotCall, ragged_dot_p
 from jax_splitk.problems.dot_general import E4M3
@@ -21,19 +21,6 @@ from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import wider
 
 # ---- differentiation -------------------------------------------------------------------------------------------------
-
-
-def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: RaggedDotCall) -> tuple[Any, Any]:
-    lhs, rhs, *rest = primals
-    of_lhs, of_rhs = tangents[:2]
-    out, terms = call.bind(*primals), []
-    if not isinstance(of_lhs, ad.Zero):
-        terms.append(call.bind(of_lhs, rhs, *rest))
-    if not isinstance(of_rhs, ad.Zero):
-        terms.append(call.bind(lhs, of_rhs, *rest))
-    if not terms:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, sum(terms[1:], start=terms[0])
 
 
 # The operand being solved for arrives as a placeholder that has only a type, `.aval`.
@@ -95,7 +82,7 @@ def _cotangent(
     return _compat.placed_like(out.astype(of.dtype), of)
 
 
-ad.primitive_jvps[ragged_dot_p] = _jvp
+ad.primitive_jvps[ragged_dot_p] = tangents.bilinear
 ad.primitive_transposes[ragged_dot_p] = _transpose
 
 

@@ -1,0 +1,23 @@
+"""Forward-mode differentiation that operations share: the terms of a tangent, and their sum."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+
+def bilinear(primals: Sequence[Any], tangents: Sequence[Any], *, call: Any) -> tuple[jax.Array, Any]:
+    """The jvp rule of a primitive that is linear in each of its first two operands; the others have no tangent."""
+    out = call.bind(*primals)
+    terms = [
+        call.bind(*primals[:i], tangents[i], *primals[i + 1 :])
+        for i in range(2)
+        if not isinstance(tangents[i], ad.Zero)
+    ]
+    return out, summed(terms, out)
+
+
+def summed(terms: Sequence[jax.Array], out: jax.Array) -> Any:
+    """The tangent of `out` that is the sum of these terms; a symbolic zero if there are none."""
+    return sum(terms[1:], start=terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
