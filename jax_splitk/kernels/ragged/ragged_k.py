@@ -9,21 +9,18 @@ import math
 from jax import numpy as jnp
 
 from jax_splitk.kernels.base.work import Work
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.split_tile import MAX_FLOAT32_CHAIN
 from jax_splitk.kernels.ragged import tiles
 from jax_splitk.kernels.ragged.maps import group_map
-from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
+from jax_splitk.kernels.ragged.tiles import BLOCK, Config, RaggedFamily
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
-_BLOCK = 64  # rows of a stage; rows and columns of a block of an operand
 # Macros of schedule_k.cuh: units of time for a tile's results, by the bytes of an element; tiles of a worker, of which
 # a group with fewer is cut; and stages of a piece, at least.
 _STORE = {4: 4, 2: 2}
 _FEW, _LEAST = 3, 8
-# Stages that the tensor cores add of a float32 result: they truncate sums.
-_CHAIN_STAGES = 512
 _MAX_UNITS = 2**30
 _MAX_TILES = 2**15, 2**16  # rows and columns of tiles of a matrix, which share an int in device code
 _ADD_THREADS, _ADD_BLOCKS = 256, 8
@@ -37,14 +34,14 @@ def tile_counts(problem: RaggedDotProblem, config: Config) -> tuple[int, int]:
 def units(problem: RaggedDotProblem, config: Config) -> int:
     """The largest number of units of time of all tiles, for any group sizes."""
     rows, columns = tile_counts(problem, config)
-    return (problem.m // _BLOCK + problem.groups * (1 + _STORE[4])) * rows * columns
+    return (problem.m // BLOCK + problem.groups * (1 + _STORE[4])) * rows * columns
 
 
 def may_cut(problem: RaggedDotProblem, config: Config) -> bool:
     """Whether some sizes make tiles that are cut. Then a second kernel adds the pieces."""
     count = math.prod(tile_counts(problem, config))
     # One group has at most all of the stages, and a worker has its share of the group's own tiles at least.
-    return count % config.workers != 0 and count < _FEW * config.workers and problem.m > (2 * _LEAST - 1) * _BLOCK
+    return count % config.workers != 0 and count < _FEW * config.workers and problem.m > (2 * _LEAST - 1) * BLOCK
 
 
 def _slots(problem: RaggedDotProblem, config: Config) -> int:
@@ -83,7 +80,7 @@ class RaggedK(RaggedFamily):
         """The work for groups of about the same size that end anywhere in a stage."""
         p = problem
         rows, columns = tile_counts(p, config)
-        total = (p.rows / _BLOCK + 0.5 * p.groups) * rows * columns
+        total = (p.rows / BLOCK + 0.5 * p.groups) * rows * columns
         stages = int(total / config.workers) + 1
         turns = max(1.0, rows * columns * p.groups / config.workers)
         is_cut = turns < _FEW and rows * columns % config.workers != 0
@@ -103,15 +100,13 @@ class RaggedK(RaggedFamily):
 
     def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
         """Bytes of the slots for fp32 sums of a tile: see ragged_k.cu."""
-        is_long = problem.out_dtype == "float32" and problem.m > _CHAIN_STAGES * _BLOCK
+        is_long = problem.out_dtype == "float32" and problem.m > MAX_FLOAT32_CHAIN * BLOCK
         slots = _slots(problem, config) + (config.workers if is_long else 0)
         return slots * config.tile_m * config.tile_n * 4
 
-    def args(self, problem: RaggedDotProblem, config: Config) -> Struct:
-        p = problem
-        rows, columns = tile_counts(p, config)
-        fields = {"m": p.m, "rows_of_matrix": p.k, "n": p.n, "rows": rows, "columns": columns}
-        return Struct("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
+    def sizes(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
+        rows, columns = tile_counts(problem, config)
+        return {"m": problem.m, "rows_of_matrix": problem.k, "n": problem.n, "rows": rows, "columns": columns}
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         store = _STORE[jnp.dtype(problem.out_dtype).itemsize]
@@ -121,16 +116,16 @@ class RaggedK(RaggedFamily):
             "PIECE_STAGES": _LEAST,
             "SLOTS": _slots(problem, config),
         }
-        chain = {"CHAIN_STAGES": _CHAIN_STAGES if problem.out_dtype == "float32" else 2**30}
+        chain = {"CHAIN_STAGES": MAX_FLOAT32_CHAIN if problem.out_dtype == "float32" else 2**30}
         return {**super().macros(problem, config), "WORKERS": config.workers, **schedule, **chain}
 
     def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         p = problem
         item = jnp.dtype(p.out_dtype).itemsize
         strides = (p.n * item, p.k * p.n * item)
-        box = (128 // item, _BLOCK, 1)
+        box = (128 // item, BLOCK, 1)
         out = plan.TiledMap(self.out_buffer(p), p.out_dtype, (p.n, p.k, p.groups), strides, box)
-        return group_map(0, p.dtype, p.k, _BLOCK), group_map(1, p.dtype, p.n, _BLOCK), out
+        return group_map(0, p.dtype, p.k, BLOCK), group_map(1, p.dtype, p.n, BLOCK), out
 
     def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
         out = self.out_buffer(problem)

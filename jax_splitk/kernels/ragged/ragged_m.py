@@ -8,24 +8,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jax_splitk.kernels.base.work import Work
-from jax_splitk.kernels.device.split_tile import is_whole, operand_map
-from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.split_tile import MAX_FLOAT32_CHAIN, is_whole, operand_map
 from jax_splitk.kernels.ragged import tiles
 from jax_splitk.kernels.ragged.maps import group_map
-from jax_splitk.kernels.ragged.tiles import Config, RaggedFamily
+from jax_splitk.kernels.ragged.tiles import BLOCK, Config, RaggedFamily
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target
 
-# Stages of a float32 result: the tensor cores truncate their sums.
-_MAX_FLOAT32_CHAIN = 512
 # (columns of the matrices, rows of lhs) of a tile under `swap`.
 _SWAPPED = tuple(itertools.product((64, 128, 256), (8, 16, 32, 64)))
-_BOX_ROWS = 64
 
 
-def _whole(problem: RaggedDotProblem) -> bool:
-    return is_whole(problem.n)
+def _k_blocks(problem: RaggedDotProblem) -> int:
+    return -(-problem.k // BLOCK)
 
 
 class RaggedM(RaggedFamily):
@@ -44,13 +40,9 @@ class RaggedM(RaggedFamily):
     def problem_refusal(self, problem: RaggedDotProblem) -> str | None:
         if (reason := super().problem_refusal(problem)) is not None:
             return reason
-        if problem.out_dtype == "float32" and self._k_blocks(problem) > _MAX_FLOAT32_CHAIN:
-            return f"k={problem.k} with a float32 result; accepted: at most {_MAX_FLOAT32_CHAIN * 64}"
+        if problem.out_dtype == "float32" and _k_blocks(problem) > MAX_FLOAT32_CHAIN:
+            return f"k={problem.k} with a float32 result; accepted: at most {MAX_FLOAT32_CHAIN * BLOCK}"
         return None
-
-    @staticmethod
-    def _k_blocks(problem: RaggedDotProblem) -> int:
-        return -(-problem.k // 64)
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
@@ -67,11 +59,11 @@ class RaggedM(RaggedFamily):
         count = groups * tall * -(-p.n // config.tile_columns)
         workers = min(config.workers, target.cores)
         turns = max(1.0, count / workers + (0.5 if count > workers else 0.0))
-        stages = int(turns * self._k_blocks(p))
+        stages = int(turns * _k_blocks(p))
         work = config.stage_work(stages, max(config.stages, stages), 1)
         if not config.swap and config.consumers > 1:
             # The consumer that has none of a group's last 64 rows does not multiply.
-            idle = config.tile_m / 2 if rows <= _BOX_ROWS else _BOX_ROWS / 2
+            idle = config.tile_m / 2 if rows <= BLOCK else BLOCK / 2
             work["tensor_clocks"] *= 1 - idle / (tall * config.tile_m)
         return Work(
             **work,
@@ -85,22 +77,20 @@ class RaggedM(RaggedFamily):
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
-    def args(self, problem: RaggedDotProblem, config: Config) -> Struct:
+    def sizes(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         p = problem
-        columns = -(-p.n // config.tile_columns)
-        fields = {"m": p.m, "n": p.n, "k_blocks": self._k_blocks(p), "columns": columns}
-        return Struct("Args", {**fields, "groups": p.size_count, "matrices": p.groups})
+        return {"m": p.m, "n": p.n, "k_blocks": _k_blocks(p), "columns": -(-p.n // config.tile_columns)}
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         is_mn = problem.rhs_order == "gkn"
-        return {**super().macros(problem, config), "B_MN": int(is_mn), "B_WHOLE": int(_whole(problem))}
+        return {**super().macros(problem, config), "B_MN": int(is_mn), "B_WHOLE": int(is_whole(problem.n))}
 
     def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         p = problem
         lhs = operand_map(0, p.dtype, (1, p.m, p.k), "bmk", config.tile_rows)
         order = {"gkn": "bkn", "gnk": "bnk"}[p.rhs_order]
         rhs = operand_map(1, p.dtype, p.rhs_shape, order, config.tile_columns)
-        rows = min(_BOX_ROWS, config.tile_rows)
+        rows = min(BLOCK, config.tile_rows)
         return lhs, rhs, group_map(self.out_buffer(p), p.out_dtype, p.n, rows)
 
     def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:

@@ -20,7 +20,7 @@ MAX_WORKERS = 256
 MAX_SIZE = 2**30  # of m, k and n: coordinates of tensor maps, with what tiles have beyond
 _ALIGNMENT = 1024  # of the stages
 _MOST_CANDIDATES, _FEW_STAGES = 12, 3  # that are worth a try
-_BLOCK = 64  # rows of a block of shared memory, and elements of its rows
+BLOCK = 64  # rows of a block of shared memory, and elements of its rows; rows of a box of results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Config(WgmmaTile):
 def result_bytes(problem: RaggedDotProblem, config: Config) -> int:
     """Shared memory for a part of a tile's results, in boxes of 64 rows of 128 bytes."""
     row = config.tile_columns // config.parts * jnp.dtype(problem.out_dtype).itemsize
-    return -(-config.tile_rows // _BLOCK) * _BLOCK * -(-row // ROW_BYTES) * ROW_BYTES
+    return -(-config.tile_rows // BLOCK) * BLOCK * -(-row // ROW_BYTES) * ROW_BYTES
 
 
 def group_count(problem: RaggedDotProblem) -> int:
@@ -146,8 +146,12 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def sizes(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
+        """The first fields of the kernels' struct `Args`."""
+
     def args(self, problem: RaggedDotProblem, config: Config) -> Struct:
-        """The kernels' struct `Args`."""
+        fields = self.sizes(problem, config)
+        return Struct("Args", {**fields, "groups": problem.size_count, "matrices": problem.groups})
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         return {
