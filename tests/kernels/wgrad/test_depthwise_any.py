@@ -34,14 +34,14 @@ CASES = [
     (problem((5, 6, 7), (3, 3, 3), 6, padding=1, **HALF), Config(2, 2, 2, 4, 2)),
     (problem((37,), (4,), 5, batch=3, padding=((3, 0),), **HALF), Config(7, 1, 8, 4, 1)),
     (problem((12, 11), (5, 3), 3, multiplier=3, stride=(2, 3), padding=((4, 1), (3, 2)), rhs_dilation=(3, 2)),
-     Config(2, 1, 4, 8, 1)),
+     Config(2, 1, 2, 8, 1)),
     # Strips that are moved back, with columns of x that only other strips may multiply.
     (problem((9, 11), (3, 3), 66, batch=1, dtype="float16", out_dtype="bfloat16"), Config(4, 4, 32, 4, 2)),
     (problem((7, 8, 9), (3, 2, 3), 2, padding=((0, 2), (1, 1), (2, 0)), stride=(3, 2, 1), out_dtype="float16"),
      Config(3, 1, 2, 4, 1)),
     (problem((9, 10), (7, 7), 4, padding=3), Config(4, 8, 2, 4, 1)),
     # Rows so far apart that each row of taps loads its own.
-    (problem((30, 9), (3, 3), 4, padding=((9, 10), (1, 1)), rhs_dilation=(9, 1)), Config(3, 2, 4, 12, 1)),
+    (problem((30, 9), (3, 3), 4, padding=((9, 10), (1, 1)), rhs_dilation=(9, 1)), Config(3, 2, 2, 12, 1)),
     (problem((12, 9), (3, 4), 4, padding=((-1, 4), (5, -2)), stride=(1, 2), rhs_dilation=(2, 1), **HALF),
      Config(1, 7, 2, 4, 1)),
     (problem((40,), (3,), 8, padding=((26, 0),), rhs_dilation=13, batch=9), Config(16, 2, 8, 4, 1)),
