@@ -64,7 +64,7 @@ def products(case: Case) -> dict[str, Product]:
 
 
 def packed(case: Case, words: jax.Array, scale: jax.Array) -> PackedWeight:
-    return PackedWeight(words, scale, None, (case.k, case.features), case.qtype, case.group)
+    return PackedWeight(words, scale, None, (case.k, case.features), (0,), case.qtype, case.group)
 
 
 def _packed_weight(case: Case, key: jax.Array) -> Arrays:

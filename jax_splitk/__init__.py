@@ -24,6 +24,7 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.explain import explain
     from jax_splitk.ops.exporting import EXPORT_CHECKS
     from jax_splitk.ops.intercept import intercept
+    from jax_splitk.ops.quantized_einsum import quantized_dot_general, quantized_einsum
     from jax_splitk.ops.quantized_matmul import quantized_matmul
     from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
@@ -54,6 +55,8 @@ __all__ = [
     "options",
     "prepack",
     "quantize",
+    "quantized_dot_general",
+    "quantized_einsum",
     "quantized_matmul",
     "ragged_dot",
     "ragged_dot_general",

@@ -26,7 +26,7 @@ QUANTIZED = jax_splitk.quantize(KERNEL, "int4", group_size=64)
 PACKED = jax_splitk.prepack(QUANTIZED)
 
 IN_ORDER = "accepted: quantized_matmul(x, w), the activations x first, then the weight w"
-BY_NAME = "accepted: jax_splitk.quantized_matmul(x, w), the activations x first"
+AS_ARRAY = "used as an array; accepted: x @ w, jax_splitk.quantized_matmul, quantized_dot_general and quantized_einsum"
 FITS_NHWC = f"these shapes fit dimension_numbers={NHWC} (None means {NCHW})"
 
 
@@ -56,15 +56,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "jax_splitk.quantize makes a QuantizedArray of an array",
     ),
-    "x @ packed": (lambda: ROWS @ PACKED, TypeError, f"ArrayImpl @ PackedWeight; {BY_NAME}"),
-    "a NumPy array @ packed": (lambda: np.ones((8, 256)) @ PACKED, TypeError, f"ndarray @ PackedWeight; {BY_NAME}"),
-    "x @ quantized, under jit": (lambda: jax.jit(lambda x: x @ QUANTIZED)(ROWS), TypeError, BY_NAME),
-    "packed @ x": (lambda: PACKED @ ROWS, TypeError, f"PackedWeight @ ArrayImpl; {BY_NAME}"),
+    "a packed weight as an array": (lambda: jnp.asarray(PACKED), TypeError, f"PackedWeight {AS_ARRAY}"),
+    "a quantized array in NumPy": (lambda: np.add(1, np.asarray(QUANTIZED)), TypeError, f"QuantizedArray {AS_ARRAY}"),
+    "packed @ x": (lambda: PACKED @ ROWS, TypeError, "PackedWeight @ ArrayImpl; accepted: x @ w, the activations x f"),
+    "a kernel of three dimensions": (
+        lambda: jax_splitk.quantize(jnp.ones((64, 4, 16)), "int4", group_size=64),
+        ValueError,
+        "axis=None with w of rank 3; accepted: the axis or axes that a product contracts, such as 0 or (0, 1)",
+    ),
     "quantized along the features": (
         lambda: jax_splitk.prepack(jax_splitk.quantize(KERNEL, "int4", group_size=64, axis=1)),
         ValueError,
-        "groups of 1 along axis 0 and 64 along axis 1; accepted: 32, 64, 128, 256 along axis 0; quantize with axis=0, "
-        "the axis that a product x @ w contracts",
+        "groups of 1 along axis 0 of a weight of shape (256, 512), scales of shape (256, 8); accepted: multiples of 32, "
+        "or 256; quantize along the axis that a product x @ w contracts",
     ),
     "a format that there is not": (
         lambda: jax_splitk.quantize(KERNEL, "fp4", group_size=64),  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,7 @@
 """The product of a float activation and a quantized weight."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
-from jax_splitk.quantized.array import ZERO_INTEGERS, unwrapped
-from jax_splitk.quantized.packing import PackedWeight, checked, per_feature
+from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, unwrapped
+from jax_splitk.quantized.matrix import features_of
+from jax_splitk.quantized.packed_weight import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.runtime.computation import one_computation
@@ -28,12 +30,13 @@ def quantized_matmul(
     x: jax.Array,
     w: Any,
     *,
+    bias: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
     transposed: PackedWeight | None = None,
 ) -> jax.Array:
-    """The product x @ w with a weight w of 4 or 8 bits, summed in float32.
+    """The product x @ w with a weight w of 4 or 8 bits, summed in float32. `x @ w` is this function, too.
 
     Runs under jit, vmap (over x, w or both), scan, remat and shard_map. It can be differentiated with respect to x (in
     which it is linear), the scales and floating zero points, in forward and reverse mode and to any order. Adapters on
@@ -49,20 +52,23 @@ def quantized_matmul(
     dtype, it rounds the weight to it and multiplies in it, else in float32.
 
     Args:
-      x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32.
+      x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32. A packed weight that contracts several axes
+        takes x of [..., *their sizes], and a stack of weights x of [*stack, ..., k].
       w: [k, features], quantized along axis 0: a QuantizedArray, a PackedWeight (the same values in the order of the
-        kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor.
+        kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor. A PackedWeight may have any rank.
+      bias: added to the result, in its dtype: [features], or [*stack, features] with a stack of weights; features is
+        the shape of the axes that the product keeps. None: nothing is added.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
       implementation: as in `conv_wgrad`.
       config: as in `conv_wgrad`.
-      transposed: a second weight, `prepack(quantize(w.T, ...))` of shape [features, k], with which a kernel computes
+      transposed: a second weight, `prepack(quantize(w.T, ...))` of [features, k], with which a kernel computes
         the cotangent of x. That product sums over features, but the groups of w lie along k, so no kernel can use w for
         it. The second weight is quantized separately: it is as close to the unquantized weight as w is, but not equal
         to w. It has no gradient. Not used if the result is float32. None: XLA's product with w itself.
 
     Returns:
-      [..., features]. The cotangent of an x of dtype float8_e4m3fn saturates at 448.
+      [..., features], or [*stack, ..., *kept sizes]. The cotangent of an x of dtype float8_e4m3fn saturates at 448.
 
     Raises:
       TypeError: dtypes other than those above, a weight of another type, a config of an unknown family, or a config
@@ -82,59 +88,100 @@ def quantized_matmul(
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
-    leaves, layout = _leaves(w)
-    k, features = layout.shape
-    if x.ndim < 1 or x.shape[-1] != k:
-        raise ValueError(f"x of shape {x.shape} and w of shape {layout.shape}; accepted: x of [..., {k}]")
+    leaves, layout, of_w = _leaves(w)
+    depth, inner = len(of_w.stack), len(of_w.contracted)
+    if x.ndim < depth + inner or (x.shape[:depth], x.shape[x.ndim - inner :]) != (of_w.stack, of_w.contracted):
+        expected = ", ".join(map(str, (*of_w.stack, "...", *of_w.contracted)))
+        raise ValueError(f"x of shape {x.shape} and w of shape {of_w.shape}; accepted: x of [{expected}]")
     preferred = quantized_reference.widened(x.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
-    back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, options)
+    back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, of_w.stack, options)
     _check_limit(x, layout, options)
     x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
-    out = _matmul(layout, out_dtype, options, back, x.reshape(-1, k), leaves, back_leaves)
-    return out.reshape(*x.shape[:-1], features)
+    middle = x.shape[depth : x.ndim - inner]
+    matrices = x.reshape(*of_w.stack, math.prod(middle), layout.shape[0])
+    out = _matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves)
+    out = out.reshape(*of_w.stack, *middle, *of_w.kept)
+    return out if bias is None else out + _bias(bias, of_w, len(middle), out_dtype)
 
 
-def _is_weight(x: Any) -> bool:
+def _bias(bias: Any, of_w: "_Axes", middle: int, dtype: np.dtype) -> jax.Array:
+    """The bias in the result's dtype, in a shape that broadcasts over the `middle` dimensions of activations."""
+    given = jnp.asarray(bias)
+    whole = (*of_w.stack, *of_w.kept)
+    if given.shape not in (of_w.kept, whole):
+        raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {of_w.kept: 0, whole: 0}))}")
+    leading = of_w.stack if given.shape == whole else (1,) * len(of_w.stack)
+    return given.astype(dtype).reshape(*leading, *(1,) * middle, *of_w.kept)
+
+
+def _multiplied_from_the_left(w: Any, x: Any) -> jax.Array:
+    return quantized_matmul(x, w)
+
+
+Weight.__rmatmul__ = _multiplied_from_the_left  # here, since a weight's own module lies below its products
+
+
+def is_weight(x: Any) -> bool:
+    """Whether `x` is a quantized weight of any kind."""
     x = unwrapped(x)
     return isinstance(x, PackedWeight) or hasattr(x, "qvalue")
 
 
 def _check_order(x: Any, w: Any) -> None:
     """Raises TypeError if a weight is passed in place of the activations."""
-    if _is_weight(x):
+    if is_weight(x):
         kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
         raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
 
 
-def _leaves(w: Any) -> tuple[Leaves, Layout]:
-    """(elements or words, scale, zero point) of a weight, and its layout."""
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """The sizes of a weight's axes: those that count weights, that the product contracts, and that it keeps."""
+
+    stack: tuple[int, ...]
+    contracted: tuple[int, ...]
+    kept: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
+    """(elements or words, scale, zero point) of a weight, its layout, and the sizes of its axes."""
     w = unwrapped(w)
     if isinstance(w, PackedWeight):
         w = checked(w)
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
         if w.zero_dtype in ZERO_INTEGERS:  # floats since packing
             zero_point = jax.lax.stop_gradient(zero_point)
-        layout = Layout(w.shape, w.qtype, w.group_size, w.layout)
-        return (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point), layout
+        layout = Layout(w.matrix, w.qtype, w.group_size, w.layout)
+        contracted, kept = (
+            tuple(w.dims[i] for i in axes) for axes in (w.contracted, features_of(len(w.dims), w.contracted))
+        )
+        return (
+            (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point),
+            layout,
+            _Axes(w.stack, contracted, kept, w.shape),
+        )
     if not hasattr(w, "qvalue"):
         accepted = "QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor"
         if hasattr(w, "shape"):
             accepted += "; to pack an array once: jax_splitk.prepack(jax_splitk.quantize(w, 'int4', group_size=64))"
         raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}")
     q = per_feature(w)
-    layout = Layout((q.shape[0], q.shape[1]), str(q.qtype), q.group_size, None)
-    return (q.qvalue, q.scale, q.zero_point), layout
+    k, features = q.shape
+    layout = Layout((k, features), str(q.qtype), q.group_size, None)
+    return (q.qvalue, q.scale, q.zero_point), layout, _Axes((), (k,), (features,), q.shape)
 
 
-def _back(transposed: Any, layout: Layout, options: Options) -> tuple[Leaves, Back]:
+def _back(transposed: Any, layout: Layout, stack: tuple[int, ...], options: Options) -> tuple[Leaves, Back]:
     """`_leaves` of the weight that replaces w in the cotangent of x, and the other parameters of that product."""
     if not isinstance(transposed, PackedWeight):
         raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
-    leaves, back_layout = _leaves(transposed)
+    leaves, back_layout, axes = _leaves(transposed)
     accepted = layout.shape[::-1]
-    if back_layout.shape != accepted:
-        raise ValueError(f"transposed of shape {back_layout.shape}; accepted: {accepted}, that of w.T")
+    if back_layout.shape != accepted or axes.stack != stack:
+        given = f"transposed of shape {axes.shape}"
+        raise ValueError(f"{given}; accepted: {(*stack, *accepted)}, that of w.T, or axes that make it")
     return leaves, Back(back_layout, dataclasses.replace(options, config=None))
 
 

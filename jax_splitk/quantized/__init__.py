@@ -1,6 +1,6 @@
 """Weights of 4 or 8 bits: quantization and the kernels' layout. The product is in `jax_splitk.ops`."""
 
 from jax_splitk.quantized.array import QuantizedArray, dequantize, quantize
-from jax_splitk.quantized.packing import PackedWeight, prepack, unpack
+from jax_splitk.quantized.packed_weight import PackedWeight, prepack, unpack
 
 __all__ = ["PackedWeight", "QuantizedArray", "dequantize", "prepack", "quantize", "unpack"]

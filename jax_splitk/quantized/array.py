@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,26 +12,30 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, QType, format_of, nearest, values
+from jax_splitk.quantized.matrix import contracted_axes, group_tile
 from jax_splitk.runtime.arguments import dtype_of, integer, require
 from jax_splitk.runtime.computation import one_computation
 
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (32, 64, 128)  # of packed weights
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 
 
 class Weight:
-    """Base of both kinds of quantized weight. Only `quantized_matmul` takes them as operands."""
+    """Base of both kinds of quantized weight. `x @ w` is `quantized_matmul(x, w)`; jax.numpy's functions take none."""
 
-    __array_ufunc__ = None  # makes NumPy's arrays leave `x @ w` to `__rmatmul__`
+    # NumPy's arrays and JAX's leave `x @ w` to `__rmatmul__`, which `ops.quantized_matmul` defines.
+    __array_ufunc__ = None
 
     def __matmul__(self, other: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: {_PRODUCT}")
+        raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: x @ w, the activations x first")
 
-    def __rmatmul__(self, other: Any) -> Any:
-        raise TypeError(f"{type(other).__name__} @ {type(self).__name__}; accepted: {_PRODUCT}")
-
-
-_PRODUCT = "jax_splitk.quantized_matmul(x, w), the activations x first"
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        name = type(self).__name__
+        dequantized = "dequantize(w)" if name == "QuantizedArray" else "dequantize(jax_splitk.unpack(w))"
+        raise TypeError(
+            f"{name} used as an array; accepted: x @ w, jax_splitk.quantized_matmul, quantized_dot_general and "
+            f"quantized_einsum, or jax_splitk.{dequantized} for a float array"
+        )
 
 
 def brief(leaf: Any) -> str:
@@ -166,11 +171,11 @@ def quantize(
     dtype: QType | np.dtype | type[Any],
     *,
     group_size: int | None,
-    axis: int = 0,
+    axis: int | Sequence[int] | None = None,
     symmetric: bool = True,
     scale_dtype: DTypeLike | None = None,
 ) -> QuantizedArray:
-    """Quantizes an array to 4 or 8 bits an element, with a scale for each group of elements along one axis.
+    """Quantizes an array to 4 or 8 bits an element, with a scale for each group of elements that a product adds up.
 
     A group's extreme values determine its scale.
 
@@ -186,9 +191,11 @@ def quantize(
       w: a floating array of any rank, e.g. a Dense kernel [k, features]. float32 arithmetic at least.
       dtype: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, as dtype or name, or "nf4" (NormalFloat4 of QLoRA,
         arXiv:2305.14314, with its values rounded to bfloat16).
-      group_size: 32, 64 or 128 elements along `axis` for each scale; their number, or None, for all of them (per
-        channel).
-      axis: the axis that a product contracts. `quantized_matmul` takes weights quantized along axis 0.
+      group_size: elements that share a scale: 16 or a multiple of 32; their number along `axis`, or None, for all of
+        them (per channel).
+      axis: the axis that a product contracts, or several: (0, 1) of a kernel [H, D, features]. Groups run along it,
+        along several in row-major order. None: axis 0 of an array of one or two dimensions. An array of more
+        dimensions needs it, and layers or experts in front are neither axis.
       symmetric: False for zero points; integer dtypes only. uint4 has no negative values without them, so it needs
         symmetric=False.
       scale_dtype: bfloat16, float16 or float32; None for w's dtype if it is one of these, else float32. Scales outside
@@ -196,12 +203,12 @@ def quantize(
 
     Returns:
       A QuantizedArray with w's shape, scales (and zero points, of the elements' dtype) of w's shape except for
-      w.shape[axis] / group_size along `axis`.
+      w.shape[axis] / group_size along `axis`. Along several axes, the size of each is divided by the group's reach.
 
     Raises:
       TypeError: `w` is not floating, `dtype` or `scale_dtype` is not one of the above, `symmetric` is not a bool.
-      ValueError: `axis` or `group_size` no integer, out of range or no divisor, `symmetric` with a format that has no
-        such form.
+      ValueError: `axis` or `group_size` no integer, out of range, missing or no divisor; groups that are no rectangle
+        of several axes; `symmetric` with a format that has no such form.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.linspace(-1, 1, 64 * 2).reshape(64, 2), "int4", group_size=32)
@@ -213,7 +220,7 @@ def quantize(
     require(hasattr(w, "shape") or isinstance(w, list | tuple | float), f"w of type {type(w).__name__}", one, TypeError)
     w = jax.lax.stop_gradient(jnp.asarray(w))
     require(jnp.issubdtype(w.dtype, jnp.floating), f"w of dtype {w.dtype}", "a floating dtype", TypeError)
-    along, group = _grouping(w.shape, axis, group_size)
+    tile = _tile(w.shape, axis, group_size)
     if scale_dtype is None:
         scale_dtype = w.dtype if w.dtype.name in SCALE_DTYPES else jnp.float32
     scales = dtype_of("scale_dtype", scale_dtype, SCALE_DTYPES)
@@ -222,35 +229,36 @@ def quantize(
     require(not symmetric or fmt.name != "uint4", unsigned, "symmetric=False, or int4")
     valid = symmetric or fmt.integer
     require(valid, f"symmetric=False with {fmt.name}", "symmetric=True (only integers have zero points)")
-    return _quantize(w, fmt, group, along, symmetric, scales.name)
+    return _quantize(w, fmt, tile, symmetric, scales.name)
 
 
-def _grouping(shape: tuple[int, ...], axis: int, group_size: int | None) -> tuple[int, int]:
-    """(axis, number of elements along it that share a scale) from the user's arguments."""
-    rank, along = len(shape), integer(axis)
-    require(rank > 0, "w of rank 0", "a rank of at least 1")
-    if along is None or not -rank <= along < rank:
-        raise ValueError(f"axis={axis!r} of an array of rank {rank}; accepted: {-rank} to {rank - 1}")
-    along %= rank
-    size = shape[along]
+def _tile(shape: tuple[int, ...], axis: int | Sequence[int] | None, group_size: int | None) -> tuple[int, ...]:
+    """How many elements along each axis share a scale, from the user's arguments."""
+    axes = contracted_axes(axis, len(shape), "w")
+    sizes = [shape[i] for i in axes]
+    size = math.prod(sizes)
     group = size if group_size is None else integer(group_size) or 0
-    require(
-        (group_size is None or group in (*GROUP_SIZES, size)) and group > 0 and size % group == 0,
-        f"group_size={group_size!r} of {size} elements along axis {along}",
-        f"{', '.join(map(str, GROUP_SIZES))} where it divides them, {size} or None for all (at least one)",
-    )
-    return along, group
+    reach = group_tile(sizes, group) if group > 0 and size % group == 0 else None
+    along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes} of sizes {tuple(sizes)}"
+    if reach is None or (group not in (16, size) and group % 32):
+        whole = "" if len(axes) == 1 else "; whole rows of the last of these axes, or parts of one"
+        accepted = f"16 or a multiple of 32 that divides them, {size} or None for all (at least one){whole}"
+        require(False, f"group_size={group_size!r} of {size} elements along {along}", accepted)
+    of_axis = dict(zip(axes, reach or (), strict=True))
+    return tuple(of_axis.get(i, 1) for i in range(len(shape)))
 
 
-@one_computation(1, 2, 3, 4, 5)
-def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool, scale_dtype: str) -> QuantizedArray:
+@one_computation(1, 2, 3, 4)
+def _quantize(w: jax.Array, fmt: Format, tile: tuple[int, ...], symmetric: bool, scale_dtype: str) -> QuantizedArray:
     """`quantize` with checked arguments; one computation, also outside jit."""
+    counts = tuple(n // t if t else 1 for n, t in zip(w.shape, tile, strict=True))
     groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
-    groups = groups.reshape(*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
+    groups = groups.reshape([part for pair in zip(counts, tile, strict=True) for part in pair])
+    within = tuple(range(1, groups.ndim, 2))
     # Only the scale shows values that are not finite: platforms convert them to different integers.
-    good = jnp.all(jnp.isfinite(groups), axis=axis + 1, keepdims=True)
+    good = jnp.all(jnp.isfinite(groups), axis=within, keepdims=True)
     groups = jnp.where(good, groups, 0)
-    greatest, zero_point = functools.partial(jnp.max, axis=axis + 1, keepdims=True), None
+    greatest, zero_point = functools.partial(jnp.max, axis=within, keepdims=True), None
     if symmetric:
         span, steps = greatest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
     else:
@@ -262,8 +270,8 @@ def _quantize(w: jax.Array, fmt: Format, group: int, axis: int, symmetric: bool,
     value = groups / scale.astype(groups.dtype)
     if zero_point is not None:
         value += zero_point.astype(groups.dtype)
-        zero_point = jnp.squeeze(zero_point, axis + 1)
-    scale = jnp.squeeze(jnp.where(good, scale, jnp.nan), axis + 1)
+        zero_point = zero_point.reshape(counts)
+    scale = jnp.where(good, scale, jnp.nan).reshape(counts)
     return QuantizedArray(nearest(fmt, value).reshape(w.shape), scale, zero_point, fmt.name)
 
 

@@ -280,7 +280,7 @@ def test_batches_of_batches() -> None:
 def test_the_primitive_is_linear_in_x_and_differentiable_in_scale_and_zero_point() -> None:
     """Runs forward mode and transposition of the primitive itself, which higher derivatives of the product use."""
     x, w = integers(10, 2, 5, 64), stacked(weight(9, 64, "bfloat16"), weight(9, 64, "bfloat16", seed=1))
-    layout = quantized_reference.Layout(w.shape, w.qtype, w.group_size, w.layout)
+    layout = quantized_reference.Layout(w.matrix, w.qtype, w.group_size, w.layout)
 
     def ours(x: jax.Array, words: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
         options = Options(implementation="host")

@@ -102,7 +102,7 @@ def test_padding_holds_zeros() -> None:
     for name in BITS:
         q, _ = every_code(name, 70, 3, 70)
         # Unpacked as if it had no padding.
-        whole = dataclasses.replace(prepack(q), shape=(128, 64), group_size=128)
+        whole = dataclasses.replace(prepack(q), dims=(128, 64), group_size=128)
         decoded = np.asarray(dequantize(dataclasses.replace(unpack(whole), scale=jnp.ones((1, 64)))))
         assert not decoded[70:].any()
         assert not decoded[:, 3:].any()
@@ -277,9 +277,8 @@ def test_no_features(symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize(("shape", "scale_shape", "message"), [
-    ((128, 4), (8, 4), "groups of 16 along axis 0 and 1 along axis 1; accepted: 32, 64, 128 along axis 0"),
-    ((4, 128), (4, 2), "groups of 1 along axis 0 and 64 along axis 1; accepted: 4, 32, 64, 128 along axis 0"),
-    ((2, 64, 4), (2, 1, 4), "a weight of shape (2, 64, 4); accepted: [k, features] (jax.vmap"),
+    ((128, 4), (8, 4), "groups of 16 along axis 0 of a weight of shape (128, 4), scales of shape (8, 4); accepted: mu"),
+    ((4, 128), (4, 2), "groups of 1 along axis 0 of a weight of shape (4, 128), scales of shape (4, 2); accepted: mu"),
     ((0, 4), (0, 4), "a weight of shape (0, 4); accepted: k of at least 1"),
 ])  # fmt: skip
 def test_prepack_errors(shape: tuple[int, ...], scale_shape: tuple[int, ...], message: str) -> None:
@@ -291,7 +290,7 @@ def test_prepack_errors(shape: tuple[int, ...], scale_shape: tuple[int, ...], me
     {"words": jnp.zeros((1, 1, 512), jnp.uint32)},
     {"scale": jnp.zeros((2, 2, 64))},
     {"zero_point": jnp.zeros((2, 2, 64))},
-    {"shape": (256, 5)},
+    {"dims": (256, 5)},
 ])  # fmt: skip
 def test_leaves_that_do_not_belong(change: dict[str, Any]) -> None:
     packed = prepack(every_code("int4", 64, 128, 64)[0])
@@ -305,7 +304,7 @@ def test_leaves_that_do_not_belong(change: dict[str, Any]) -> None:
     ({"group_size": 256}, "of shape (192, 5) with group_size 256; accepted"),
     ({"group_size": 128}, "group_size 128; accepted"),
     ({"group_size": 0}, "group_size 0; accepted"),
-    ({"group_size": 0, "shape": (0, 5)}, "group_size 0; accepted"),
+    ({"group_size": 0, "dims": (0, 5)}, "group_size 0; accepted"),
 ])  # fmt: skip
 def test_static_parts_that_no_kernel_reads(change: dict[str, Any], message: str) -> None:
     packed = dataclasses.replace(prepack(every_code("int4", 192, 5, 64)[0]), **change)

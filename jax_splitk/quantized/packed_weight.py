@@ -1,0 +1,329 @@
+"""Packed weights: their type, packing and its inverse. `packing` has the order of the bytes."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.core import Tracer
+
+from jax_splitk.quantized import slicing
+from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, Weight, as_quantized, brief
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, from_codes, to_codes
+from jax_splitk.quantized.matrix import contracted_axes, features_of, from_matrix, group_tile, matrix_shape, to_matrix
+from jax_splitk.quantized.packing import (
+    LAYOUT_VERSION,
+    TILE,
+    cuts,
+    pack_codes,
+    pack_groups,
+    packed_shapes,
+    tiles,
+    unpack_codes,
+    unpack_groups,
+)
+from jax_splitk.runtime import _compat
+from jax_splitk.runtime.arguments import integer, require
+from jax_splitk.runtime.computation import one_computation
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "scale", "zero_point"],
+    meta_fields=["dims", "contracted", "qtype", "group_size", "zero_dtype", "layout"],
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight(Weight):
+    """A quantized weight whose bytes are in the order that the kernels read; `prepack` makes it.
+
+    It is a pytree. A stack of weights, such as the layers of a scan or the experts of a mixture, has leading dimensions
+    in the leaves, so that vmap, scan and tree.map over them see one weight each. The leaves may be sharded: their
+    dimensions after the stack divide the features and k (per-channel scales have no k). `jax_splitk.shardings` says
+    how. Inside shard_map `shape` stays that of the whole weight.
+
+    Attributes:
+      words: uint32 [*stack, tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or
+        [..., 1024] of four 8-bit codes. Codes are the elements' bits, int4 as q + 8. Padding has the code of 0.
+      scale: [*stack, tiles of features, groups, 64]; the 64 features of a tile in the order 16 block + 2 g + half for
+        feature 16 block + 8 half + g, so that rows g and g + 8 are neighbours. Padding has scale 0.
+      zero_point: None, or in the same order, of scale's dtype if the zero points were integers.
+      dims: shape of one weight, such as (k, features) or (heads, size, features); static, as are all that follow.
+      contracted: the axes of `dims` that a product contracts, ascending.
+      qtype: the name of the format.
+      group_size: how many k share a scale; k itself per channel.
+      zero_dtype: the dtype of the zero points before packing, or None.
+      layout: version of this order.
+
+    Examples:
+      >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
+      >>> isinstance(w, jax_splitk.PackedWeight), w.qtype, w.group_size, w.shape
+      (True, 'nf4', 32, (128, 256))
+    """
+
+    words: Any
+    scale: Any
+    zero_point: Any
+    dims: tuple[int, ...]
+    contracted: tuple[int, ...]
+    qtype: str
+    group_size: int
+    zero_dtype: str | None = None
+    layout: int = LAYOUT_VERSION
+
+    def __repr__(self) -> str:
+        leaves = {name: getattr(self, name) for name in ("words", "scale", "zero_point")}
+        axes = "" if self.contracted == (0,) else f"contracted={self.contracted}, "
+        static = f"shape={self.shape}, {axes}qtype={self.qtype!r}, group_size={self.group_size}"
+        return f"PackedWeight({static}, {', '.join(f'{name}={brief(leaf)}' for name, leaf in leaves.items())})"
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The leading dimensions, which count weights."""
+        return tuple(getattr(self.words, "shape", ()))[:-3]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, or of the stack of weights."""
+        return (*self.stack, *self.dims)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(k, features) of one weight: the sizes of the contracted axes, and of the others, multiplied."""
+        return matrix_shape(self.dims, self.contracted)
+
+    def __getitem__(self, index: Any) -> "PackedWeight":
+        """A part of the weight: any index of the stack, and slices of the other axes on bounds of tiles.
+
+        A bound of the features is a multiple of 64 or their end, one of k a multiple of 64 and of the group size. Only
+        the first axis of more than one element can be cut, of those that make k and of those that make features.
+
+        Raises IndexError for any other index.
+        """
+        return slicing.indexed(self, index)
+
+    def reshape(self, *shape: Any) -> "PackedWeight":
+        """The weight in another shape, whose axes make the same stack, k and features: [k, H * D] and [k, H, D].
+
+        Raises ValueError for any other shape.
+        """
+        return slicing.reshaped(self, shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The scale's dtype."""
+        return self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def prepack(q: Any, *, axis: int | Sequence[int] | None = None, stack: int = 0) -> PackedWeight:
+    """Puts a quantized weight into the order that the kernels read, once, before it is used many times.
+
+    Runs under jit and vmap on any platform. k and features are padded to multiples of 64 inside.
+
+    Args:
+      q: a QuantizedArray (or qwix QArray, AQT QTensor) of any rank, such as [k, features], whose groups run along the
+        contracted axes, in row-major order if there are several. Scales that several features share are repeated for
+        each feature. So are those of longer groups than the kernels': groups of 256 become two of 128.
+      axis: the axis that a product contracts, or several, as in `quantize`. None: the first axis after the stack, of a
+        weight of one or two dimensions. A weight of more dimensions needs it.
+      stack: how many leading axes count weights: layers or experts.
+
+    Raises:
+      TypeError, ValueError: parts of `q` that do not fit together; axes outside `q`, or missing; groups that are no
+        multiple of 32 elements.
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)
+      >>> w = jax_splitk.prepack(q)
+      >>> w.shape, w.words.shape, w.nbytes
+      ((128, 256), (4, 2, 512), 17408)
+
+      The kernels of eight layers that project four heads of 32:
+
+      >>> q = jax_splitk.quantize(jnp.ones((8, 4, 32, 64)), "int4", group_size=32, axis=(1, 2))
+      >>> w = jax_splitk.prepack(q, axis=(1, 2), stack=1)
+      >>> w.shape, w[0].shape, w.words.shape
+      ((8, 4, 32, 64), (4, 32, 64), (8, 1, 2, 512))
+    """
+    given = as_quantized(q)
+    leading = integer(stack)
+    if leading is None or not 0 <= leading < given.ndim:
+        raise ValueError(f"stack={stack!r} of a weight of shape {given.shape}; accepted: 0 to {given.ndim - 1}")
+    contracted = tuple(i - leading for i in contracted_axes(axis, given.ndim, "a weight", leading))
+    pack = lambda q: _prepack(q, contracted)  # noqa: E731
+    for _ in range(leading):
+        pack = jax.vmap(pack)
+    return pack(given)
+
+
+@one_computation(1)
+def _prepack(q: QuantizedArray, contracted: tuple[int, ...]) -> PackedWeight:
+    fmt, dims = FORMATS[str(q.qtype)], q.shape
+    spread = _spread(q, contracted)
+    k, group = matrix_shape(dims, contracted)[0], spread.group_size
+    whole = group in (*GROUP_SIZES, k)
+    kept = group if whole else next((size for size in reversed(GROUP_SIZES) if group % size == 0), 0)
+    axes = "axis " + str(contracted[0]) if len(contracted) == 1 else f"axes {contracted}"
+    # `quantize` along the other axis of a matrix makes such scales.
+    other = "; quantize along the axis that a product x @ w contracts" if q.group_size > group else ""
+    given = f"groups of {group} along {axes} of a weight of shape {dims}, scales of shape {q.scale.shape}"
+    require(kept > 0, given, f"multiples of {GROUP_SIZES[0]}, or {k}{other}")
+
+    def packed(x: jax.Array) -> jax.Array:
+        return pack_groups(jnp.repeat(to_matrix(x, contracted), group // kept, axis=0), k, kept)
+
+    zero_dtype = zero_point = None
+    if spread.zero_point is not None:
+        zero_dtype, zero_point = spread.zero_point.dtype.name, spread.zero_point
+        if not jnp.issubdtype(zero_point.dtype, jnp.floating):
+            zero_point = zero_point.astype(q.scale.dtype)  # exact: integers of 8 bits
+        zero_point = packed(zero_point)
+    words = pack_codes(fmt, to_matrix(to_codes(fmt, q.qvalue), contracted))
+    return PackedWeight(words, packed(spread.scale), zero_point, dims, contracted, fmt.name, kept, zero_dtype)
+
+
+def unpack(packed: PackedWeight) -> QuantizedArray:
+    """Turns a packed weight back into a `QuantizedArray`: the exact inverse of `prepack`.
+
+    Args:
+      packed: a result of `prepack`, or a stack of them.
+
+    Returns:
+      The same elements and zero points, in an array of packed.shape, and a scale for each feature and group.
+
+    Raises:
+      TypeError, ValueError: `packed` is not a PackedWeight, its leaves do not fit together, or its zero points were
+        changed to values outside their former dtype (not checked under jit).
+
+    Examples:
+      >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64)
+      >>> bool((jax_splitk.unpack(jax_splitk.prepack(q)).qvalue == q.qvalue).all())
+      True
+    """
+    packed = checked(packed)
+    zero_point: Any = packed.zero_point
+    if packed.zero_dtype in ZERO_INTEGERS and not isinstance(zero_point, Tracer) and zero_point.size > 0:
+        info, zeros = jnp.iinfo(packed.zero_dtype), np.asarray(zero_point, np.float32)
+        exact = np.array_equal(zeros, np.clip(np.round(zeros), int(info.min), int(info.max)))
+        accepted = f"integers from {info.min} to {info.max}"
+        require(exact, f"zero_point from {zeros.min()} to {zeros.max()} with zero_dtype={info.dtype}", accepted)
+    unpacked = _unpack
+    for _ in packed.stack:
+        unpacked = jax.vmap(unpacked)
+    return unpacked(packed)
+
+
+@one_computation()
+def _unpack(packed: PackedWeight) -> QuantizedArray:
+    dims, contracted, (k, features) = packed.dims, packed.contracted, packed.matrix
+    fmt, groups = FORMATS[packed.qtype], k // packed.group_size
+    tile = group_tile([dims[i] for i in contracted], packed.group_size)
+    if tile is None:
+        given = f"groups of {packed.group_size} of a PackedWeight of shape {dims}, contracted {contracted}"
+        raise ValueError(f"{given}; accepted: whole rows of the last contracted axis, or parts of one (reshape it)")
+    reach = dict(zip(contracted, tile, strict=True))
+    counts = [n // reach.get(i, 1) for i, n in enumerate(dims)]
+
+    def of_groups(x: jax.Array) -> jax.Array:
+        return from_matrix(unpack_groups(x, groups, features), counts, contracted)
+
+    zero_point = None if packed.zero_point is None else of_groups(packed.zero_point).astype(packed.zero_dtype)
+    codes = from_matrix(unpack_codes(fmt, packed.words, packed.matrix), dims, contracted)
+    return QuantizedArray(from_codes(fmt, codes), of_groups(packed.scale), zero_point, fmt.name)
+
+
+def per_feature(q: Any) -> QuantizedArray:
+    """A quantized weight [k, features] whose scales (and zero points) are [groups, features].
+
+    Raises ValueError for another rank, for k of 0, and for weights that `as_quantized` refuses.
+    """
+    q = as_quantized(q)
+    given = f"a weight of shape {q.shape}"
+    require(q.ndim == 2, given, "[k, features]; jax_splitk.prepack takes weights and stacks of any rank")
+    return _spread(q, (0,))
+
+
+def _spread(q: QuantizedArray, contracted: tuple[int, ...]) -> QuantizedArray:
+    """The weight with a scale for each feature, and groups that are runs of k in row-major order."""
+    k = matrix_shape(q.shape, contracted)[0]
+    require(k > 0, f"a weight of shape {q.shape}", "k of at least 1")
+    counts, whole = list(q.shape), True
+    for i in reversed(contracted):
+        if whole:
+            counts[i] = q.scale.shape[i]
+        whole = whole and counts[i] == 1
+
+    def repeated(x: jax.Array) -> jax.Array:
+        for i, count in enumerate(counts):
+            if count != x.shape[i]:
+                x = jnp.repeat(x, count // x.shape[i], axis=i)
+        return x
+
+    zero_point = None if q.zero_point is None else repeated(q.zero_point)
+    return QuantizedArray(q.qvalue, repeated(q.scale), zero_point, q.qtype)
+
+
+def checked(packed: PackedWeight) -> PackedWeight:
+    """`packed`, if its leaves have the right dtypes (else TypeError) and fit its static part (else ValueError). Inside
+    shard_map the leaves may be one device's part; the result's static part then describes that part."""
+    require(isinstance(packed, PackedWeight), f"packed of type {type(packed).__name__}", "PackedWeight", TypeError)
+    packed = _of_device(packed) if _compat.is_inside_shard_map() else packed
+    layout, (k, _) = packed.layout, packed.matrix
+    require(layout == LAYOUT_VERSION, f"a PackedWeight of layout {layout}", f"{LAYOUT_VERSION}; pack it again")
+    require(packed.qtype in FORMATS, f"a PackedWeight of qtype {packed.qtype!r}", ", ".join(FORMATS))
+    given = f"a PackedWeight of shape {packed.shape}"
+    group = packed.group_size
+    valid = group in (*GROUP_SIZES, k) and group > 0 and k % group == 0
+    sizes = ", ".join(map(str, GROUP_SIZES))
+    require(valid, f"{given} with group_size {group}", f"{sizes} where it divides k, or k (at least 1)")
+    of_one, stack = packed_shapes(packed.matrix, FORMATS[packed.qtype].bits, group), packed.stack
+    words, scale = ((*stack, *shape) for shape in of_one)
+    zero_point = None if packed.zero_point is None else tuple(packed.zero_point.shape)
+    shapes = (tuple(packed.words.shape), tuple(packed.scale.shape), zero_point)
+    require(
+        shapes in ((words, scale, None), (words, scale, scale)),
+        f"{given} with words {shapes[0]}, scale {shapes[1]} and zero_point {zero_point}",
+        f"{words}, {scale} and {scale} or None",
+    )
+    floats = [leaf.dtype for leaf in (packed.scale, packed.zero_point) if leaf is not None]
+    if packed.words.dtype != jnp.uint32 or any(dtype.name not in SCALE_DTYPES for dtype in floats):
+        raise TypeError(
+            f"a PackedWeight with words of dtype {packed.words.dtype}, scale and zero_point of dtypes "
+            f"{', '.join(map(str, floats))}; accepted: uint32, and {', '.join(SCALE_DTYPES)}"
+        )
+    return packed
+
+
+def _of_device(packed: PackedWeight) -> PackedWeight:
+    """The weight with the shape of its leaves, if they are an equal part of the whole weight's tiles; else
+    unchanged."""
+    (k, features), (feature_tiles, k_tiles) = packed.matrix, packed.words.shape[-3:-1]
+    if (k_tiles, feature_tiles) == (tiles(k), tiles(features)):
+        return packed
+    parts = {"k": tiles(k) / k_tiles, "features": tiles(features) / feature_tiles}
+    dims = list(packed.dims)
+    axes = (packed.contracted, features_of(len(dims), packed.contracted))
+    for (name, count), cut, along in zip(parts.items(), cuts(packed.matrix, packed.group_size), axes, strict=True):
+        if count == 1:
+            continue
+        accepted = ", ".join(str(n) for n in range(1, cut + 1) if cut % n == 0)
+        given = f"{name} of a PackedWeight of shape {packed.shape}, groups of {packed.group_size}, in {count:g} parts"
+        require(cut % count == 0, given, f"{accepted} (whole tiles of {TILE} and whole groups, none of them padded)")
+        first = next((i for i in along if dims[i] > 1), along[0])
+        require(dims[first] % count == 0, given, f"divisors of {dims[first]}, the size of axis {first}")
+        dims[first] //= int(count)
+    part = k // int(parts["k"])
+    group = part if packed.group_size == k else packed.group_size
+    return dataclasses.replace(packed, dims=tuple(dims), group_size=group)
