@@ -57,8 +57,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "jax_splitk.quantize makes a QuantizedArray of an array",
     ),
     "a packed weight as an array": (lambda: jnp.asarray(PACKED), TypeError, f"PackedWeight {AS_ARRAY}"),
-    "a quantized array in NumPy": (lambda: np.add(1, np.asarray(QUANTIZED)), TypeError, f"QuantizedArray {AS_ARRAY}"),
-    "packed @ x": (lambda: PACKED @ ROWS, TypeError, "PackedWeight @ ArrayImpl; accepted: x @ w, the activations x f"),
+    "a quantized array in NumPy": (lambda: np.asarray(QUANTIZED), TypeError, f"QuantizedArray {AS_ARRAY}"),
+    "packed @ x": (lambda: PACKED @ ROWS, TypeError, "PackedWeight @ ArrayImpl; accepted: x @ w, the activ"),
     "a kernel of three dimensions": (
         lambda: jax_splitk.quantize(jnp.ones((64, 4, 16)), "int4", group_size=64),
         ValueError,
@@ -67,8 +67,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "quantized along the features": (
         lambda: jax_splitk.prepack(jax_splitk.quantize(KERNEL, "int4", group_size=64, axis=1)),
         ValueError,
-        "groups of 1 along axis 0 of a weight of shape (256, 512), scales of shape (256, 8); accepted: multiples of 32, "
-        "or 256; quantize along the axis that a product x @ w contracts",
+        "groups of 1 along axis 0 of a weight of shape (256, 512), scales of shape (256, 8); accepted: multiples of "
+        "32, or 256; quantize along the axis that a product x @ w contracts",
     ),
     "a format that there is not": (
         lambda: jax_splitk.quantize(KERNEL, "fp4", group_size=64),  # pyright: ignore[reportArgumentType]

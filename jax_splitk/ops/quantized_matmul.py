@@ -115,11 +115,7 @@ def _bias(bias: Any, of_w: "_Axes", middle: int, dtype: np.dtype) -> jax.Array:
     return given.astype(dtype).reshape(*leading, *(1,) * middle, *of_w.kept)
 
 
-def _multiplied_from_the_left(w: Any, x: Any) -> jax.Array:
-    return quantized_matmul(x, w)
-
-
-Weight.__rmatmul__ = _multiplied_from_the_left  # here, since a weight's own module lies below its products
+Weight.product = staticmethod(quantized_matmul)  # here, since a weight's own module lies below its products
 
 
 def is_weight(x: Any) -> bool:

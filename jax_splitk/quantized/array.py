@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -23,8 +23,11 @@ ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 class Weight:
     """Base of both kinds of quantized weight. `x @ w` is `quantized_matmul(x, w)`; jax.numpy's functions take none."""
 
-    # NumPy's arrays and JAX's leave `x @ w` to `__rmatmul__`, which `ops.quantized_matmul` defines.
-    __array_ufunc__ = None
+    __array_ufunc__ = None  # makes NumPy's arrays leave `x @ w` to `__rmatmul__`, as JAX's do
+    product: ClassVar[Callable[[Any, Any], Any]]  # (x, w) -> x @ w; `ops.quantized_matmul` sets it
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return type(self).product(other, self)
 
     def __matmul__(self, other: Any) -> Any:
         raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: x @ w, the activations x first")
