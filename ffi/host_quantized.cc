@@ -17,6 +17,7 @@ using Groups = ffi::BufferR3<ffi::F32>;
 using Dims = ffi::AnyBuffer::Dimensions;
 
 constexpr int64_t kTileSide = 64;       // features and k of a tile of the weight
+constexpr int64_t kSteps = 4;           // of 16 k, the shortest group, of a tile
 constexpr int64_t kMaxRowBlock = 1024;  // jax_splitk/kernels/quantized/host.py has the same
 
 struct Quantized : Product {
@@ -34,12 +35,12 @@ struct Quantized : Product {
 
   JAX_SPLITK_INLINE void LoadTile(int64_t, int64_t feature, int64_t, int64_t k0, int64_t, float* tile) const {
     const int64_t feature_tile = feature / kTileSide;
-    float scales[2][kTileSide], zeros[2][kTileSide] = {};  // [half of k][feature]
-    for (int64_t half = 0; half < 2; ++half) {
-      const int64_t group_of_k = group_size == k ? 0 : (k0 + half * 32) / group_size;
+    float scales[kSteps][kTileSide], zeros[kSteps][kTileSide] = {};  // [16 k of a tile][feature]
+    for (int64_t step = 0; step < kSteps; ++step) {
+      const int64_t group_of_k = group_size == k ? 0 : (k0 + step * 16) / group_size;
       const int64_t at = (feature_tile * groups_of_k() + group_of_k) * kTileSide;
-      LoadGroup(scale + at, scales[half]);
-      if (zero != nullptr) LoadGroup(zero + at, zeros[half]);
+      LoadGroup(scale + at, scales[step]);
+      if (zero != nullptr) LoadGroup(zero + at, zeros[step]);
     }
     const uint32_t* from = words + (feature_tile * k_tiles() + k0 / kTileSide) * tile_words();
     if (bits == 4) return Decode<4>(from, scales, zeros, tile);
@@ -54,8 +55,8 @@ struct Quantized : Product {
   // tile[k][feature] = (value - zero) * scale. The innermost loop is over the eight g of a lane index 4 g +
   // t, whose words lie 16 apart.
   template <int kBits>
-  JAX_SPLITK_INLINE void Decode(const uint32_t* from, const float (&scales)[2][kTileSide],
-                                const float (&zeros)[2][kTileSide], float* tile) const {
+  JAX_SPLITK_INLINE void Decode(const uint32_t* from, const float (&scales)[kSteps][kTileSide],
+                                const float (&zeros)[kSteps][kTileSide], float* tile) const {
     // A row of words belongs to one g. 4-bit: [block][g][t, j]; 8-bit: [block][kh][g][t, kj, half].
     for (int64_t row = 0; row < (kBits == 4 ? 4 : 8); ++row, from += 128) {
       const int64_t block = kBits == 4 ? row : row / 2;
@@ -67,7 +68,7 @@ struct Quantized : Product {
           const int64_t octet = kBits == 4 ? code / 2 % 2 : code % 2, e = kBits == 4 ? code / 4 : code / 2;
           const int64_t feature = 16 * block + 8 * half;
           float* __restrict to = tile + (16 * step + 8 * octet + 2 * t + e) * kTileSide + feature;
-          const float *z = zeros[step / 2] + feature, *s = scales[step / 2] + feature;
+          const float *z = zeros[step] + feature, *s = scales[step] + feature;
           for (int g = 0; g < 8; ++g)
             to[g] = (values[from[16 * g + column] >> (kBits * code) & ((1u << kBits) - 1)] - z[g]) * s[g];
         }
@@ -82,8 +83,8 @@ bool Is(Dims dimensions, std::initializer_list<int64_t> expected) {
 
 std::string NumbersRefusal(const Quantized& call) {
   const int64_t group = call.group_size, k = call.k, block = call.row_block;
-  if (k < 1 || (group != 32 && group != 64 && group != 128 && group != k) || k % group != 0)
-    return Text("group_size = ", group, " must be 32, 64 or 128 and divide k = ", k, ", or be k");
+  if (k < 1 || (group != 16 && group != 32 && group != 64 && group != 128 && group != k) || k % group != 0)
+    return Text("group_size = ", group, " must be 16, 32, 64 or 128 and divide k = ", k, ", or be k");
   if (block < 1 || block > kMaxRowBlock)
     return Text("row_block = ", block, " must lie within 1..", kMaxRowBlock);
   return "";

@@ -483,6 +483,9 @@ def _stream() -> Iterator[Run]:
         (products.Case(20, 512, 72, "float4_e2m1fn", 32), 32, 1, 1, 8, 1),
         (products.Case(40, 256, 136, E4M3, 64, x_dtype=E4M3), 64, 2, 1, 2, 3),
         (products.Case(9, 250, 70, "int8", 250, "own", x_dtype=E4M3), 16, 1, 1, 1, 1),
+        (products.Case(6, 208, 72, "float4_e2m1fn", 16), 8, 2, 1, 1, 2),
+        (products.Case(12, 256, 130, "float4_e2m1fn", 16, x_dtype=E4M3), 16, 1, 2, 2, 1),
+        (products.Case(3, 144, 70, "uint4", 16, "bfloat16", HALF, HALF, HALF), 8, 1, 1, 1, 1),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
 
@@ -524,6 +527,9 @@ def _tiled() -> Iterator[Run]:
         (products.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, 3),
         (products.Case(9, 256, 70, "nf4", 128), 64, 16, 2),
         (products.Case(40, 256, 130, "float4_e2m1fn", 32, None, HALF, HALF, "float32"), 128, 64, 2),
+        (products.Case(33, 336, 130, "float4_e2m1fn", 16), 128, 64, 2),
+        (products.Case(20, 208, 72, "float4_e2m1fn", 16, None, HALF, HALF, HALF), 64, 32, 3),
+        (products.Case(9, 256, 70, "int4", 16, "own", "float32"), 64, 16, 2),
     ):
         config = tiled.Config(tile_m, tile_n, 2, blocks)
         yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)

@@ -24,7 +24,7 @@ CASES = [
 ]
 
 # Group sizes of k = 384, the last per channel, each with a dtype of the scales.
-GROUPS = ((32, "bfloat16"), (64, "bfloat16"), (128, "float16"), (384, "float32"))
+GROUPS = ((16, "bfloat16"), (32, "float32"), (64, "bfloat16"), (128, "float16"), (384, "float32"))
 
 # The published table of NormalFloat4 (QLoRA, appendix E), to six digits.
 NF4 = (-1, -0.696193, -0.525073, -0.394917, -0.284441, -0.184773, -0.091050, 0)

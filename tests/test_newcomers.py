@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: jax_splitk.prepack(jax_splitk.quantize(KERNEL, "int4", group_size=64, axis=1)),
         ValueError,
         "groups of 1 along axis 0 of a weight of shape (256, 512), scales of shape (256, 8); accepted: multiples of "
-        "32, or 256; quantize along the axis that a product x @ w contracts",
+        "16, or 256; quantize along the axis that a product x @ w contracts",
     ),
     "a format that there is not": (
         lambda: jax_splitk.quantize(KERNEL, "fp4", group_size=64),  # pyright: ignore[reportArgumentType]

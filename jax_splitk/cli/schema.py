@@ -43,7 +43,7 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "k": ("", "length of the reduction"),
         "features": ("", "columns of the weight"),
         "qtype": ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4"),
-        "group_size": ("", "elements of k that share a scale: 32, 64, 128, or all of k for one scale a column"),
+        "group_size": ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column"),
         "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
         "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
         "scale_dtype": ('"bfloat16"', "bfloat16, float16 or float32"),

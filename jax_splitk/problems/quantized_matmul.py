@@ -46,7 +46,7 @@ class QuantizedMatmulProblem:
       features: m.
       x_dtype, out_dtype: dtypes of x and of the result.
       qtype: the weight's format, a name in `FORMATS`.
-      group_size: how many k share a scale: 32, 64, 128, or k (per channel); any, for a weight that is not packed.
+      group_size: how many k share a scale: 16, 32, 64, 128, or k (per channel); any, for a weight that is not packed.
       scale_dtype: dtype of the scales.
       zero_dtype: dtype of the packed zero points, or "none".
       layout: version of the packed order; 0 for a weight that is not packed.

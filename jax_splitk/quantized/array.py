@@ -16,7 +16,7 @@ from jax_splitk.quantized.matrix import contracted_axes, group_tile
 from jax_splitk.runtime.arguments import dtype_of, integer, require
 from jax_splitk.runtime.computation import one_computation
 
-GROUP_SIZES = (32, 64, 128)  # of packed weights
+GROUP_SIZES = (16, 32, 64, 128)  # of packed weights
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 
 
@@ -194,8 +194,8 @@ def quantize(
       w: a floating array of any rank, e.g. a Dense kernel [k, features]. float32 arithmetic at least.
       dtype: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, as dtype or name, or "nf4" (NormalFloat4 of QLoRA,
         arXiv:2305.14314, with its values rounded to bfloat16).
-      group_size: elements that share a scale: 16 or a multiple of 32; their number along `axis`, or None, for all of
-        them (per channel).
+      group_size: elements that share a scale: a multiple of 16 (packed weights have groups of 16, 32, 64, 128), their
+        number along `axis`, or None for all (per channel).
       axis: the axis that a product contracts, or several: (0, 1) of a kernel [H, D, features]. Groups run along it,
         along several in row-major order. None: axis 0 of an array of one or two dimensions. An array of more
         dimensions needs it, and layers or experts in front are neither axis.
@@ -243,9 +243,9 @@ def _tile(shape: tuple[int, ...], axis: int | Sequence[int] | None, group_size: 
     group = size if group_size is None else integer(group_size) or 0
     reach = group_tile(sizes, group) if group > 0 and size % group == 0 else None
     along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes} of sizes {tuple(sizes)}"
-    if reach is None or (group not in (16, size) and group % 32):
+    if reach is None or (group != size and group % GROUP_SIZES[0]):
         whole = "" if len(axes) == 1 else "; whole rows of the last of these axes, or parts of one"
-        accepted = f"16 or a multiple of 32 that divides them, {size} or None for all (at least one){whole}"
+        accepted = f"a multiple of {GROUP_SIZES[0]} that divides them, {size} or None for all (at least one){whole}"
         require(False, f"group_size={group_size!r} of {size} elements along {along}", accepted)
     of_axis = dict(zip(axes, reach or (), strict=True))
     return tuple(of_axis.get(i, 1) for i in range(len(shape)))

@@ -142,7 +142,7 @@ def prepack(q: Any, *, axis: int | Sequence[int] | None = None, stack: int = 0) 
 
     Raises:
       TypeError, ValueError: parts of `q` that do not fit together; axes outside `q`, or missing; groups that are no
-        multiple of 32 elements.
+        multiple of 16 elements.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)

@@ -308,7 +308,7 @@ def matrix_products() -> list[Problem]:
 def quantized_products() -> list[Problem]:
     """Products of every format and dtype, in large and small sizes."""
     sizes = itertools.cycle(((64, 8192, 3584), (8, 1024, 1024), (256, 8192, 8192), (17, 1088, 333), (4096, 1024, 640)))
-    groups = itertools.cycle((64, 32, 128, 0))
+    groups = itertools.cycle((64, 32, 128, 0, 64, 16))
     e4m3 = ({"x_dtype": "float8_e4m3fn"}, {"x_dtype": "float8_e4m3fn", "out_dtype": "float16"})
     kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3))
     found = []

@@ -277,7 +277,7 @@ def test_no_features(symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize(("shape", "scale_shape", "message"), [
-    ((128, 4), (8, 4), "groups of 16 along axis 0 of a weight of shape (128, 4), scales of shape (8, 4); accepted: mu"),
+    ((128, 4), (16, 4), "groups of 8 along axis 0 of a weight of shape (128, 4), scales of shape (16, 4); accepted: m"),
     ((4, 128), (4, 2), "groups of 1 along axis 0 of a weight of shape (4, 128), scales of shape (4, 2); accepted: mu"),
     ((0, 4), (0, 4), "a weight of shape (0, 4); accepted: k of at least 1"),
 ])  # fmt: skip
@@ -300,7 +300,7 @@ def test_leaves_that_do_not_belong(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"qtype": "int3"}, "of qtype 'int3'; accepted: int4, uint4, int8, "),
-    ({"group_size": 48}, "group_size 48; accepted: 32, 64, 128 where it divides k, or k"),
+    ({"group_size": 48}, "group_size 48; accepted: 16, 32, 64, 128 where it divides k, or k"),
     ({"group_size": 256}, "of shape (192, 5) with group_size 256; accepted"),
     ({"group_size": 128}, "group_size 128; accepted"),
     ({"group_size": 0}, "group_size 0; accepted"),

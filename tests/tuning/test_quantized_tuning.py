@@ -63,7 +63,7 @@ def test_every_operation_is_registered() -> None:
     ({"scale_dtype": ["bfloat16"]}, "scale_dtype=('bfloat16',)"),
     ({"zero_dtype": None}, "zero_dtype=None; accepted: 'none', 'bfloat16'"),
     ({"qtype": "nf4"}, "zero_dtype='float16' with nf4; accepted: 'none'"),
-    ({"group_size": 48}, "group_size=48; accepted: 32, 64, 128 or k=192"),
+    ({"group_size": 48}, "group_size=48; accepted: 16, 32, 64, 128 or k=192"),
     ({"group_size": 128}, "group_size=128; accepted: a divisor of k=192"),
     ({"layout": 0}, "layout=0; accepted: 1"),
     ({"bits": 4}, "unknown fields ['bits']"),

@@ -7,6 +7,7 @@ from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 
 FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
 TYPE_CODES = {**OUT_CODES, "none": -1}  # macros SCALE_TYPE, ZERO_TYPE
+SHORTEST_GROUP = 32  # of e4m3 products: the k of an instruction
 E4M3_FORMATS = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")  # whose values are e4m3 but for a power of two
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.base.family import field_refusal
 from jax_splitk.kernels.quantized import dequantize, tiles
-from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, per_channel
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, SHORTEST_GROUP, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, whole_tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime import plan
@@ -96,6 +96,8 @@ class Fp8(tiles.TileFamily[Config]):
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if problem.qtype not in E4M3_FORMATS:
             return f"a weight of {problem.qtype}, whose values e4m3 does not hold; accepted: {', '.join(E4M3_FORMATS)}"
+        if problem.group_size < SHORTEST_GROUP:
+            return f"groups of {problem.group_size}; accepted: at least {SHORTEST_GROUP}, the k of an instruction"
         if problem.zero_dtype != "none":
             return f"zero points of dtype {problem.zero_dtype}; accepted: none"
         if problem.k % K_MULTIPLE:

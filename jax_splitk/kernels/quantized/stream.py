@@ -15,7 +15,7 @@ from jax_splitk.kernels.base.named import NamedByFormat
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize
-from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, has_zero
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, SHORTEST_GROUP, has_zero
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
@@ -58,13 +58,14 @@ class Config:
 
 
 def products(p: QuantizedMatmulProblem) -> str:
-    """The type that the tensor cores multiply: x's own, but float16 if e4m3 products are not exact enough.
+    """The type that the tensor cores multiply: x's own, but float16 where e4m3 products cannot serve.
 
     They are not exact enough for formats with more than four significant bits, zero points, and float32 results: the
-    tensor cores keep some 14 bits of a sum of e4m3 products.
+    tensor cores keep some 14 bits of a sum of e4m3 products. Their instruction has 32 k, more than a group of 16.
     """
     exact = p.qtype in E4M3_FORMATS and not has_zero(p) and p.out_dtype != "float32"
-    return "float16" if p.x_dtype == "float8_e4m3fn" and not exact else p.x_dtype
+    serves = exact and p.group_size >= SHORTEST_GROUP
+    return "float16" if p.x_dtype == "float8_e4m3fn" and not serves else p.x_dtype
 
 
 def stage_tiles(config: Config) -> int:
@@ -161,7 +162,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if not 1 <= problem.rows <= TILES_N[-1]:
             return f"{problem.rows} rows of x; accepted: 1 to {TILES_N[-1]}"
-        if problem.group_size < TILE // 2:
+        if problem.group_size < TILE // 2 and dequantize.per_channel(problem):
             return f"groups of {problem.group_size}, k itself; accepted: k of at least {TILE // 2} per channel"
         most = max(problem.rows * problem.k, problem.feature_tiles * TILE, problem.rows * problem.features)
         if most > INT32_MAX:

@@ -250,12 +250,17 @@ __device__ inline void add_periods(Reader& in, int blocks, Period period, Accumu
         begin_period(tile * 64);
       }
       const uint32_t b_tile = b + tile * (BOX_BYTES >> 4);
-      if constexpr (PERIOD == 32) {
-        multiply<2>(a[tile], b_tile, acc, scale);
-        pending = true;
-        finish();
-        begin_period(tile * 64 + 32);
-        multiply<2>(a[tile] + 2, b_tile + 4, acc, scale);
+      if constexpr (PERIOD < 64) {
+        constexpr int STEPS = PERIOD / 16;
+#pragma unroll
+        for (int step = 0; step < 4; step += STEPS) {
+          if (step > 0) {
+            pending = true;
+            finish();
+            begin_period(tile * 64 + step * 16);
+          }
+          multiply<STEPS>(a[tile] + step, b_tile + step * 2, acc, scale);
+        }
       } else {
         multiply<4>(a[tile], b_tile, acc, scale);
         scale = GMMA::ScaleOut::One;

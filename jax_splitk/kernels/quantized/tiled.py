@@ -35,7 +35,7 @@ TILES_N = (16, 32, 64, 96, 128, 192, 256)
 # The widest tile_n whose accumulators leave room for the rest, by consumer warpgroups: one set of them, or two ("sum").
 MAX_TILE_N = {1: 256, 2: 256, 4: 64}
 MAX_TILE_N_SUM = {1: 128, 2: 128, 4: 16}
-MAX_TILE_N_SUM_32 = 64  # four sums of 32 k in a loop need more registers
+MAX_TILE_N_SUM_SHORT = 64  # several sums of 16 or 32 k of a tile in a loop need more registers
 
 
 def period(problem: QuantizedMatmulProblem) -> int:
@@ -60,7 +60,7 @@ def max_tile_n(p: QuantizedMatmulProblem, warpgroups: int) -> int:
     if scaling(p) != "sum":
         return MAX_TILE_N[warpgroups]
     widest = MAX_TILE_N_SUM[warpgroups]
-    return min(widest, MAX_TILE_N_SUM_32) if period(p) == 32 else widest
+    return min(widest, MAX_TILE_N_SUM_SHORT) if period(p) < 64 else widest
 
 
 def needs_copy(problem: QuantizedMatmulProblem) -> bool:
