@@ -204,6 +204,14 @@ def test_what_stores_the_result_takes_the_epilogues_operands(after: dict[str, An
 MACROS = ("EPILOGUE", "BIAS", "BIAS_TYPE", "ACTIVATION", "RESIDUAL_TYPE")
 
 
+def test_without_a_measurement_xla_is_preferred_where_it_is_not_known_to_lose() -> None:
+    assert FAMILY.why_xla_untuned(dataclasses.replace(LONG, k=16384)) is None
+    for problem in (dataclasses.replace(LONG, m=8192, n=8192), dataclasses.replace(LONG, m=1024, n=2048, k=50304)):
+        assert "was not measured" in str(FAMILY.why_xla_untuned(problem))
+    assert "was not measured" in str(FAMILY.why_xla_untuned(SLIGHT))
+    assert FAMILY.why_xla_untuned(dataclasses.replace(SLIGHT, k=4096)) is None
+
+
 def test_a_measurement_is_worth_its_time_where_splits_may_help() -> None:
     """The limits come from measurements: see benchmarks/notes/dot.md."""
     few, many = dataclasses.replace(LONG, m=1024, n=256, k=16384), dataclasses.replace(LONG, m=8192, n=8192)

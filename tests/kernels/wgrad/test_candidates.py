@@ -182,7 +182,49 @@ def test_a_smaller_gpu_is_never_faster() -> None:
         assert best_seconds(im2col.FAMILY, p, half) >= 0.98 * best_seconds(im2col.FAMILY, p)
 
 
+def test_grouped_and_depthwise_problems_are_their_families_before_any_other() -> None:
+    for family, tag in ((grouped.FAMILY, "grouped"), (depthwise.FAMILY, "depthwise")):
+        for case in cases.find([tag]):
+            assert next(f for f in FAMILIES if f.refusal(case.problem()) is None) is family
+            assert family.why_xla_untuned(case.problem()) is None
+
+
+def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
+    def reason(size: int, kernel: int, channels: tuple[int, int], **fields: object) -> str | None:
+        return gather.FAMILY.why_xla_untuned(
+            conv((size, size), (kernel, kernel), channels, padding=None, **fields)  # type: ignore[arg-type]
+        )
+
+    assert gather.FAMILY.why_xla_untuned(STEM) is None
+    assert reason(56, 3, (64, 64), batch=8, dtype="float32") is None
+    assert reason(112, 7, (8, 64), batch=64) is None
+    same = {"out_dtype": "bfloat16"}
+    assert reason(64, 3, (320, 4), batch=16, **same) is None
+    assert "320 input channels" in str(reason(64, 3, (320, 8), batch=16, **same))
+    assert "64 input channels" in str(reason(12, 3, (64, 64), **same))
+    # XLA converts the operands, or has no kernel of its own.
+    assert reason(12, 3, (64, 64), out_dtype="float32") is None
+    assert reason(64, 3, (320, 8), batch=16, rhs_dilation=(2, 2), **same) is None
+    assert "not known to be faster" in str(reason(56, 3, (64, 64), batch=8, dtype="float32", stride=2))
+
+
+def test_smaller_tiles_with_more_stages_are_tried() -> None:
+    p = suite(grouped.FAMILY, "grouped")[1].problem()
+    near = grouped.FAMILY.neighbours(p, grouped.Config(32, 32, 2, 7, 14, 2, 3, 16), DEFAULT_CUDA)
+    assert grouped.Config(32, 32, 1, 7, 14, 1, 6, 16) in near
+
+
 # ---- the implicit GEMM of im2col mode ------------------------------------------------------------------------------
+
+
+def test_several_variants_and_split_counts_are_tried() -> None:
+    for case in suite(im2col.FAMILY)[::3]:
+        p = case.problem()
+        configs = im2col.FAMILY.candidates(p, DEFAULT_CUDA)
+        tried = {dataclasses.replace(c, splits=1, whole_tiles=0) for c in configs}
+        assert 10 < len(tried) <= len(tried & set(im2col.VARIANTS))
+        if im2col.k_tiles(p) >= 8 * DEFAULT_CUDA.cores:
+            assert len({config.splits for config in configs}) > 5
 
 
 def test_shared_memory_of_every_variant_fits() -> None:
@@ -193,3 +235,14 @@ def test_shared_memory_of_every_variant_fits() -> None:
         assert config.tile_m * config.tile_n * 2 <= MIN_STAGES * config.stage_bytes
         assert config.tile_m % (64 * config.consumers) == 0
     assert {config.blocks_per_sm for config in im2col.VARIANTS} == {1, 2}
+
+
+def test_neighbours_are_one_step_away_and_mostly_legal() -> None:
+    (p,) = (case.problem() for case in cases.find(["c256k256_r3_14x14_b256"]))
+    names = [field.name for field in dataclasses.fields(im2col.Config)]
+    for config in (im2col.Config(128, 128, 7, False, 7), im2col.Config(64, 64, 6, True, 1)):
+        near = im2col.FAMILY.neighbours(p, config, DEFAULT_CUDA)
+        legal = [c for c in near if im2col.FAMILY.refusal(p, c) is None]
+        assert len(legal) >= len(near) - 3
+        changed = {tuple(name for name in names if getattr(c, name) != getattr(config, name)) for c in legal}
+        assert changed == {("swap",), ("stages",), ("splits",)}
