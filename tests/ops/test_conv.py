@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -22,24 +21,10 @@ from jax_splitk.ops.call import call_of
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests import float64
 from tests.convolutions import EMPTY_OUTPUT, GEOMETRIES, NHWC, PLAIN, Conv
-from tests.exhaustive import thinned
 from tests.on_gpu import error
 from tests.problems import generator, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
-
-
-CALLS = list(itertools.product(GEOMETRIES, (None, "host", "xla")))
-
-
-@pytest.mark.parametrize(("name", "implementation"), thinned(CALLS, 4))
-def test_wgrad_is_exactly_laxs_on_integers(name: str, implementation: str | None) -> None:
-    conv = GEOMETRIES[name]
-    with seeded(1) as rng:
-        lhs, _, g = conv.integers(rng)
-        out = jax.jit(functools.partial(conv.wgrad, implementation=implementation))(lhs, g)
-        assert (out.shape, out.dtype) == (conv.rhs_shape, jnp.float32)
-        np.testing.assert_array_equal(out, conv.lax_wgrad(lhs, g))
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
@@ -140,20 +125,6 @@ def test_problems_are_tuned_without_implicit_promotion() -> None:
     finally:
         jax.config.update("jax_numpy_dtype_promotion", "standard")
     assert "conv_wgrad bfloat16->float32" in str(result)
-
-
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str) -> None:
-    conv = Conv((6, 5), (3, 3), 2)
-    with seeded(6) as rng:
-        lhs, _, g = conv.integers(rng, dtype)
-        out = conv.wgrad(lhs, g, preferred_element_type=out_dtype)
-        expected = conv.lax_wgrad(lhs.astype(jnp.float32), g.astype(jnp.float32))
-        assert out.dtype == out_dtype
-        assert conv.wgrad(lhs, g).dtype == dtype
-        # bfloat16 holds integers up to 256 exactly.
-        np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(out_dtype).astype(jnp.float32))
 
 
 def test_float64_is_xlas() -> None:
@@ -264,53 +235,7 @@ def test_kept_operands_are_in_the_compute_dtype() -> None:
     assert dtypes == {jnp.dtype(jnp.bfloat16)}
 
 
-OWN = ("plain", "groups", "batch_groups", "lhs_dilation", "nhwc_oihw_nchw")
-
-
-@pytest.mark.parametrize(("name", "dtype"), thinned(itertools.product(OWN, ("float32", "bfloat16")), 3))
-def test_wgrads_own_derivatives_are_laxs(name: str, dtype: str) -> None:
-    conv = GEOMETRIES[name]
-    with seeded(14) as rng:
-        lhs, ct, g = conv.integers(rng, dtype)
-        wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
-        ct = ct.astype(jnp.float32)
-        ours = jax.vjp(wgrad, lhs, g)[1](ct)
-        wide = [x.astype(jnp.float32) for x in (lhs, g)]
-        theirs = jax.vjp(conv.lax_wgrad, *wide)[1](ct)
-        for a, b, x in zip(ours, theirs, (lhs, g), strict=True):
-            assert a.dtype == x.dtype
-            np.testing.assert_array_equal(a, b.astype(x.dtype))
-        tangents = conv.integers(rng, dtype)
-        out = jax.jvp(wgrad, (lhs, g), (tangents[0], tangents[2]))[1]
-        expected = jax.jvp(conv.lax_wgrad, wide, [tangents[i].astype(jnp.float32) for i in (0, 2)])[1]
-        np.testing.assert_array_equal(out, expected)
-
-
 # ---- transformations -----------------------------------------------------------------------------------------------
-
-
-AXES = ((0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2))
-MAPPED = ("plain", "groups", "depthwise", "default_numbers", "batch_groups", "one_dimension")
-
-
-@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED, AXES), 5))
-def test_vmap_is_a_loop(name: str, axes: tuple[int | None, int | None]) -> None:
-    conv, dtype = GEOMETRIES[name], "bfloat16" if name == "plain" else "float32"
-    ranks = len(conv.lhs_shape) + 1
-    axes = tuple(None if a is None else min(a, ranks - 1) for a in axes)
-    with seeded(20) as rng:
-        draws = [conv.integers(rng, dtype) for _ in range(3)]
-        stacked = [
-            draws[0][i] if axis is None else jnp.stack([draw[i] for draw in draws], axis)
-            for i, axis in zip((0, 2), axes, strict=True)
-        ]
-        wgrad = functools.partial(conv.wgrad, preferred_element_type="float32")
-        out = jax.jit(jax.vmap(wgrad, in_axes=axes, out_axes=1))(*stacked)
-        pairs = [
-            tuple((draws[0] if a is None else draw)[i] for i, a in zip((0, 2), axes, strict=True)) for draw in draws
-        ]
-        expected = jnp.stack([conv.lax_wgrad(*(x.astype(jnp.float32) for x in pair)) for pair in pairs], 1)
-        np.testing.assert_array_equal(out, expected)
 
 
 def test_vmap_is_one_kernel() -> None:
@@ -333,46 +258,6 @@ def test_vmap_with_a_config_keeps_the_config() -> None:
     assert "stablehlo.while" in text
     expected = PLAIN.lax_wgrad(lhs, g)
     np.testing.assert_array_equal(out, jnp.stack([expected, 2 * expected]))
-
-
-def test_nested_vmap() -> None:
-    with seeded(23) as rng:
-        lhs = jnp.asarray(rng.integers(-2, 3, (2, *PLAIN.lhs_shape)), jnp.float32)
-        g = jnp.asarray(rng.integers(-2, 3, (3, *PLAIN.g_shape)), jnp.float32)
-        out = jax.vmap(lambda x: jax.vmap(lambda y: PLAIN.wgrad(x, y))(g))(lhs)
-        expected = [[PLAIN.lax_wgrad(x, y) for y in g] for x in lhs]
-        np.testing.assert_array_equal(out, jnp.array(expected))
-
-
-@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED[:3], AXES[:3]), 4))
-def test_vmap_over_nothing(name: str, axes: tuple[int | None, int | None]) -> None:
-    conv = GEOMETRIES[name]
-    shapes = (conv.lhs_shape, conv.g_shape)
-    lhs, g = (jnp.ones(shape if axis is None else (0, *shape)) for shape, axis in zip(shapes, axes, strict=True))
-    assert jax.vmap(conv.wgrad, axes)(lhs, g).shape == (0, *conv.rhs_shape)
-
-
-def test_scan() -> None:
-    with seeded(25) as rng:
-        draws = [PLAIN.integers(rng) for _ in range(4)]
-        lhs, g = (jnp.stack([draw[i] for draw in draws]) for i in (0, 2))
-        step = lambda total, xs: (total + PLAIN.wgrad(*xs), None)  # noqa: E731
-        run = jax.jit(lambda *xs: lax.scan(step, jnp.zeros(PLAIN.rhs_shape), xs)[0])
-        np.testing.assert_array_equal(run(lhs, g), sum(PLAIN.lax_wgrad(x, y) for x, _, y in draws))
-        assert HOST in run.lower(lhs, g).as_text()
-
-
-def test_gradient_through_a_scan_over_layers() -> None:
-    conv = Conv(channels=(4, 4), kernel=(3, 3))
-    with seeded(26) as rng:
-        lhs = conv.normals(rng)[0]
-        weights = jnp.stack([conv.normals(rng)[1] / 6 for _ in range(3)])
-
-        def gradient(layer: Callable[..., jax.Array]) -> jax.Array:
-            body = lambda x, w: (jnp.tanh(layer(x, w)), None)  # noqa: E731
-            return jax.jit(jax.grad(lambda w: (lax.scan(body, lhs, w)[0] ** 2).sum()))(weights)
-
-        np.testing.assert_allclose(gradient(conv.ours), gradient(conv.lax), rtol=1e-3, atol=1e-4)
 
 
 def test_tracing_selects_nothing_and_lowering_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,25 +49,6 @@ def test_shard_map_runs_the_kernel_on_each_device(implementation: str | None) ->
     np.testing.assert_array_equal(wgrad(lhs, g), conv.lax_wgrad(lhs, g))
 
 
-def test_data_parallel_training_step_in_shard_map() -> None:
-    """The weight is the same on every device, so differentiation itself sums its gradient over the devices."""
-    conv = dataclasses.replace(PLAIN, batch=8)
-    lhs, rhs, g = conv.integers(generator(41))
-    in_specs = (P(), P("data"), P("data"))
-
-    def gradient(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def loss(rhs: jax.Array, lhs: jax.Array, g: jax.Array) -> jax.Array:
-            return lax.psum((layer(lhs, rhs) * g).sum(), "data")
-
-        inside = jax.shard_map(jax.grad(loss), mesh=mesh(AxisType.Auto), in_specs=in_specs, out_specs=P())
-        return jax.jit(inside)
-
-    ours = gradient(conv.ours)
-    np.testing.assert_array_equal(ours(rhs, lhs, g), conv.lax_wgrad(lhs, g))
-    np.testing.assert_array_equal(ours(rhs, lhs, g), gradient(conv.lax)(rhs, lhs, g))
-    assert HOST in ours.lower(rhs, lhs, g).as_text()
-
-
 def test_partly_manual_shard_map_is_left_to_xla() -> None:
     conv = dataclasses.replace(PLAIN, batch=8)
     lhs, _, g = conv.integers(generator(44))

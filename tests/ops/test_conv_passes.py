@@ -23,6 +23,7 @@ from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, transposed
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.plan import HOST_CONV_TARGET as HOST
+from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, Measurement
@@ -52,6 +53,34 @@ def lax_dgrad(conv: Conv) -> Function:
         return jax.linear_transpose(lambda lhs: conv.lax(lhs, rhs), jax.ShapeDtypeStruct(conv.lhs_shape, g.dtype))(g)[0]
 
     return run
+
+
+def wgrad(conv: Conv, **more: Any) -> Function:
+    return lambda lhs, g: conv.wgrad(lhs, g, **more)
+
+
+def lax_wgrad(conv: Conv) -> Function:
+    return conv.lax_wgrad
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One of the three passes, ours and lax's. `which`: its operands among (lhs, rhs, g)."""
+
+    ours: Callable[..., Function]
+    lax: Callable[[Conv], Function]
+    which: tuple[int, int]
+    target: str
+
+    def of(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [arrays[i] for i in self.which]
+
+
+PASSES = (
+    Pass(fprop, lambda conv: conv.lax, (0, 1), HOST),
+    Pass(dgrad, lax_dgrad, (2, 1), HOST),
+    Pass(wgrad, lax_wgrad, (0, 2), HOST_WGRAD_TARGET),
+)
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -111,30 +140,33 @@ def test_an_implementation_is_for_the_weight_gradient() -> None:
 @pytest.mark.parametrize("name", [*GEOMETRIES, "transposed"])
 def test_passes_are_laxs_on_integers(name: str) -> None:
     conv = {**GEOMETRIES, "transposed": TRANSPOSED}[name]
-    lhs, rhs, g = conv.integers(generator(4))
-    expected = conv.lax(lhs, rhs), lax_dgrad(conv)(g, rhs)
-    for implementation in ("host", "xla"):
-        passes = fprop(conv, implementation=implementation), dgrad(conv, implementation=implementation)
-        texts = [jax.jit(f).lower(x, rhs).as_text() for f, x in zip(passes, (lhs, g), strict=True)]
-        assert [HOST in text for text in texts] == [implementation == "host"] * 2
-        assert_same((passes[0](lhs, rhs), passes[1](g, rhs)), expected)
+    arrays = conv.integers(generator(4))
+    for each in PASSES:
+        operands = each.of(arrays)
+        for implementation in ("host", "xla"):
+            run = jax.jit(each.ours(conv, implementation=implementation))
+            assert (each.target in run.lower(*operands).as_text()) == (implementation == "host")
+            assert_same(run(*operands), each.lax(conv)(*operands))
+
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @pytest.mark.parametrize("implementation", ["host", "xla"])
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"), [("bfloat16", "float32"), ("float16", "float16"), ("float32", "bfloat16")]
-)
+@pytest.mark.parametrize(("dtype", "out_dtype"), list(itertools.product(DTYPES, DTYPES)))
 def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str, implementation: str) -> None:
     conv = Conv((6, 5), (3, 3), 2, groups=2)
-    lhs, rhs, g = conv.integers(generator(5), dtype)
-    options = {"preferred_element_type": out_dtype, "implementation": implementation}
-    if dtype != "float32":  # to which lax does not narrow
-        out = fprop(conv, **options)(lhs, rhs)
-        np.testing.assert_array_equal(out, conv.lax(*(x.astype("float32") for x in (lhs, rhs))).astype(out_dtype))
+    arrays = conv.integers(generator(5), dtype)
+    for each in PASSES:
+        if (each.ours, dtype) == (fprop, "float32") and out_dtype != dtype:
+            continue  # to which lax does not narrow
+        operands = each.of(arrays)
+        out = each.ours(conv, preferred_element_type=out_dtype, implementation=implementation)(*operands)
+        wide = each.lax(conv)(*(x.astype("float32") for x in operands))
         assert out.dtype == out_dtype
-    out, wide = dgrad(conv, **options)(g, rhs), lax_dgrad(conv)(g.astype("float32"), rhs.astype("float32"))
-    np.testing.assert_array_equal(out, wide.astype(out_dtype))
-    assert out.dtype == out_dtype
+        # bfloat16 holds integers up to 256 exactly.
+        np.testing.assert_array_equal(out, wide.astype(out_dtype))
+        assert each.ours(conv)(*operands).dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["groups", "strides", "rhs_dilation", "lhs_dilation", "unread_input", "transposed"])
@@ -152,16 +184,12 @@ def test_problems_are_valid_in_both_directions(name: str) -> None:
 def test_a_single_tap_is_not_dilated() -> None:
     """So 1x1 filters are matrix products with any dilation."""
     conv = Conv((9, 8), (1, 3), rhs_dilation=(3, 2), padding=((1, 0), (2, 1)))
-    lhs, rhs, g = conv.integers(generator(12))
-    wgrad = functools.partial(conv.wgrad, implementation="host")
-    for run, operands, expected in (
-        (fprop(conv, implementation="host"), (lhs, rhs), conv.lax(lhs, rhs)),
-        (dgrad(conv, implementation="host"), (g, rhs), lax_dgrad(conv)(g, rhs)),
-        (wgrad, (lhs, g), conv.lax_wgrad(lhs, g)),
-    ):
+    arrays = conv.integers(generator(12))
+    for each in PASSES:
+        run, operands = each.ours(conv, implementation="host"), each.of(arrays)
         (decision,) = jax_splitk.explain(run, *operands).decisions
         assert decision.problem.rhs_dilation == (1, 2)
-        np.testing.assert_array_equal(jax.jit(run)(*operands), expected)
+        np.testing.assert_array_equal(jax.jit(run)(*operands), each.lax(conv)(*operands))
 
 
 @pytest.mark.parametrize("strides", [(2, 2), (1, 3)])
@@ -200,49 +228,44 @@ def test_a_transposed_convolutions_weight_gradient_has_strides(strides: tuple[in
 # ---- transformations -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain", "depthwise", "batch_groups", "nhwc_oihw_nchw", "transposed"])
+@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "batch_groups", "nhwc_oihw_nchw", "transposed"])
 def test_own_derivatives_are_laxs(name: str) -> None:
     """Derivatives are compared in both modes, to second order."""
     conv = {**GEOMETRIES, "transposed": TRANSPOSED}[name]
-    lhs, rhs, g = conv.integers(generator(7))
+    arrays = conv.integers(generator(7))
 
     def everything(f: Function, *operands: jax.Array) -> Any:
         out, vjp = jax.vjp(f, *operands)
         gradients = lambda *xs: jax.vjp(f, *xs)[1](out)  # noqa: E731
         again = jax.vjp(gradients, *operands)[1](operands)
-        return (
-            vjp(out),
-            jax.jvp(f, operands, operands),
-            again,
-            jax.linear_transpose(lambda x: f(x, rhs), operands[0])(out),
-        )
+        x, y = operands
+        transposes = jax.linear_transpose(lambda x: f(x, y), x)(out), jax.linear_transpose(lambda y: f(x, y), y)(out)
+        return vjp(out), jax.jvp(f, operands, operands), again, transposes
 
-    pairs = (
-        (fprop(conv, implementation="host"), conv.lax, lhs),
-        (dgrad(conv, implementation="host"), lax_dgrad(conv), g),
-    )
-    for ours, theirs, x in pairs:
-        assert_same(*(jax.jit(functools.partial(everything, f))(x, rhs) for f in (ours, theirs)))
+    for each in PASSES:
+        functions = each.ours(conv, implementation="host"), each.lax(conv)
+        assert_same(*(jax.jit(functools.partial(everything, f))(*each.of(arrays)) for f in functions))
 
 
-AXES = ((0, None), (None, 1), (1, 0))
-MAPPED = ("plain", "depthwise_multiplied", "batch_groups", "default_numbers")
+AXES = ((0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2))
+MAPPED = ("plain", "groups", "depthwise", "depthwise_multiplied", "batch_groups", "default_numbers", "one_dimension")
 
 
-@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED, AXES), 2))
+@pytest.mark.parametrize(("name", "axes"), thinned(itertools.product(MAPPED, AXES), 5))
 def test_vmap_is_one_pass(name: str, axes: tuple[int | None, int | None]) -> None:
     conv = GEOMETRIES[name]
+    axes = tuple(axis and min(axis, len(conv.lhs_shape)) for axis in axes)
     draws = [conv.integers(generator(salt)) for salt in range(3)]
-    for which, run, theirs in ((0, fprop(conv), conv.lax), (2, dgrad(conv), lax_dgrad(conv))):
+    for each in PASSES:
         operands = [
             draws[0][i] if axis is None else jnp.stack([draw[i] for draw in draws], axis)
-            for i, axis in zip((which, 1), axes, strict=True)
+            for i, axis in zip(each.which, axes, strict=True)
         ]
-        ours = jax.vmap(run, axes, 1)
+        ours = jax.vmap(each.ours(conv), axes, 1)
         names = [eqn.primitive.name for eqn in trace.equations(jax.make_jaxpr(ours)(*operands).jaxpr)]
         assert sum(name.startswith("conv_") for name in names) == 1
         assert not {"scan", "while"} & set(names)
-        assert_same(jax.jit(ours)(*operands), jax.vmap(theirs, axes, 1)(*operands))
+        assert_same(jax.jit(ours)(*operands), jax.vmap(each.lax(conv), axes, 1)(*operands))
 
 
 def test_a_config_is_for_the_pass_that_the_caller_sees() -> None:

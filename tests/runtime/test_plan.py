@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 
 import jax
@@ -13,7 +12,6 @@ from benchmarks import cases
 from jax_splitk import _ffi
 from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.kernels.contraction.wgrad import Config
-from jax_splitk.kernels.device import split_k
 from jax_splitk.problems.conv_wgrad import conv_output_spatial
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.plan import DevicePlan
@@ -159,39 +157,6 @@ def test_buffers_must_be_as_planned() -> None:
 # ---- geometry and sizes --------------------------------------------------------------------------------------------
 
 
-def test_window_origins_in_the_maps_corners_are_the_output_pixels() -> None:
-    with seeded(2) as rng:
-        seen = 0
-        while seen < 300:
-            problem = random_case(rng).problem()
-            x_map = im2col.FAMILY.plan(problem, Config(64, 64, 4, False, 1)).maps[0]
-            if not isinstance(x_map, plan.Im2colMap):
-                assert (x_map.dims, x_map.buffer) == ((problem.in_channels, problem.reduction_size), 0)
-                continue
-            seen += 1
-            problem = im2col.folded(problem)
-            channels, width, height, batch = x_map.dims
-            assert (batch, height, width, channels) == problem.lhs_shape
-            # cuTensorMapEncodeIm2col: origins run from `lower` to `size - 1 + upper` in steps of the stride.
-            origins = [
-                len(range(lower, size + upper, stride))
-                for size, lower, upper, stride in zip(
-                    (width, height), x_map.lower, x_map.upper, x_map.element_strides[1:3], strict=True
-                )
-            ]
-            assert tuple(reversed(origins)) == problem.output_spatial
-            # The last window's last tap is the last padded pixel it can reach.
-            first = [-low for low, _ in problem.padding]
-            assert list(reversed(x_map.lower)) == first
-
-
-def test_map_strides_are_a_packed_arrays() -> None:
-    x_map = small_hopper_plan().maps[0]
-    array = np.empty(tuple(reversed(x_map.dims)), np.float16)
-    assert x_map.strides == tuple(reversed(array.strides[:-1]))
-    assert plan.tensor_map_strides((7,), 4) == ()
-
-
 def test_output_spatial_is_laxs() -> None:
     with seeded(3) as rng:
         for _ in range(100):
@@ -207,54 +172,6 @@ def test_output_spatial_is_laxs() -> None:
             ).shape[2:]
             got = conv_output_spatial(spatial, kernel, strides, padding, lhs_dilation, rhs_dilation)
             assert got == expected, (spatial, kernel, strides, padding, lhs_dilation, rhs_dilation)
-
-
-def test_launches_of_a_known_split_problem() -> None:
-    # 2 images of 12x12, 64 -> 64 channels, 3x3: [576 x 64] = sum over 288 pixels = 5 blocks.
-    problem = LEGAL["plain"]
-    assert problem.gemm_shape == (576, 64, 288)
-    device_plan = im2col.FAMILY.plan(problem, Config(128, 64, 4, False, 5))
-    main, reduce = device_plan.launches
-    assert (main.kernel, main.grid, main.block) == ("wgrad_im2col_partial", (5, 5, 1), (384, 1, 1))
-    assert (main.shared_bytes, main.programmatic, main.cluster) == (4 * (128 + 64) * 64 * 2 + 2048, False, (1, 1, 1))
-    assert device_plan.workspace_bytes == 5 * 576 * 64 * 4
-    assert [buffer.bytes for buffer in device_plan.buffers] == [
-        2 * 12 * 12 * 64 * 2,
-        2 * 12 * 12 * 64 * 2,
-        9 * 64 * 64 * 4,
-        737280,
-    ]
-    assert (reduce.kernel, reduce.block, reduce.programmatic) == ("wgrad_im2col_reduce_splits", (256, 1, 1), True)
-    # 36864 results by fours, two of a block's 256 threads on each four.
-    assert reduce.params[2].values == (36864, 36864, 5, 2)
-    assert reduce.grid == (72, 1, 1)
-    assert device_plan.kernels() == ["wgrad_im2col_partial", "wgrad_im2col_reduce_splits"]
-
-
-def test_launch_of_a_known_single_problem() -> None:
-    problem = LEGAL["c320k320"]
-    for swap, tiles in ((False, 23 * 3), (True, 3 * 23)):
-        device_plan = im2col.FAMILY.plan(problem, Config(128, 128, 6, swap, 1))
-        (main,) = device_plan.launches
-        assert (main.kernel, main.grid, device_plan.workspace_bytes) == ("wgrad_im2col_direct", (tiles, 1, 1), 0)
-        assert main.params[-1] == plan.Pointer(2)
-
-
-def test_reduction_covers_every_element_once() -> None:
-    with seeded(4) as rng:
-        for _ in range(300):
-            problem = random_case(rng).problem()
-            splits = split_k.whole_splits(im2col.k_tiles(problem), int(rng.integers(2, 300)))
-            if splits == 1:
-                continue
-            launch = im2col.FAMILY.plan(problem, Config(64, 64, 4, False, splits)).launches[1]
-            size, _, parts, lanes = launch.params[2].values
-            assert (size, parts) == (math.prod(problem.out_shape), splits)
-            assert lanes in (1, 2, 4, 8, 16, 32)
-            assert lanes <= splits
-            covered = launch.grid[0] * (256 // lanes) * 4
-            assert size <= covered < size + 256 // lanes * 4
-            assert size % 4 == 0
 
 
 def test_int32_struct_is_little_endian_and_padded() -> None:

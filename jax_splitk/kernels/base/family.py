@@ -1,10 +1,11 @@
 """Kernel families: their Config, refusals, candidates, estimates and plans."""
 
 import abc
+import collections
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jax import numpy as jnp
@@ -126,6 +127,17 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         place = {config: i for i, config in enumerate(ranked)}
         kept = {i for group in listed for i in sorted({place[config] for config in group})[:count]}
         return [ranked[i] for i in sorted(kept)]
+
+    def fastest_of_kinds(
+        self, problem: _Problem, configs: Iterable[_Config], kind: Callable[[_Config], Any], count: int, target: Target
+    ) -> list[_Config]:
+        """The configs, fastest first by the estimates, with at most `count` of each kind."""
+        found, seen = [], collections.Counter[Any]()
+        for config in self.by_estimate(problem, configs, target):
+            seen[kind(config)] += 1
+            if seen[kind(config)] <= count:
+                found.append(config)
+        return found
 
     def uncertainty(self, problem: Any, target: Target) -> float:
         """The standard deviation of the logarithms of its estimates over times."""
@@ -293,6 +305,11 @@ def field_refusal(config: Any, **accepted: Sequence[Any]) -> str | None:
             said = f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
             return f"{field} {value}; accepted: {said}"
     return None
+
+
+def limits_refusal(*limits: tuple[int, str, int]) -> str | None:
+    """The first value that is above its limit. Each limit is (value, what it counts, most)."""
+    return next((f"{value} {what}; accepted: up to {most}" for value, what, most in limits if value > most), None)
 
 
 def field_macros(of: Any, *fields: str, name: str = "{}") -> dict[str, int]:

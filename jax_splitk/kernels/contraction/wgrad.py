@@ -17,6 +17,7 @@ from jax_splitk.kernels.base.family import box_map, field_macros, varied
 from jax_splitk.kernels.base.geometry import bytes_touched, folded, geometry, is_matrix_product
 from jax_splitk.kernels.base.split import SplitFamily, nearby, one_block_apart, whole_fours
 from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.contraction.im2col_config import IM2COL_LIMITS
 from jax_splitk.kernels.device import split_k, wgmma_tile
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
@@ -34,9 +35,6 @@ TAIL_CHUNKS = 4  # float4 of a thread of `reduce_tail`
 
 LINE_FLOATS = 32  # of an L2 line
 DISCARD_BYTES = 4 << 20
-
-# TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
-_IM2COL_LIMITS = {2: (-128, 127, 255), 3: (-16, 15, 31)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +102,7 @@ def _tma_refusal(p: ConvWgradProblem) -> str | None:
     """The limits of TMA's im2col mode (CUDA driver API, cuTensorMapEncodeIm2col)."""
     if is_matrix_product(p):
         return None
-    lowest, highest, farthest = _IM2COL_LIMITS[folded(p).rank]
+    lowest, highest, farthest = IM2COL_LIMITS[folded(p).rank]
     for axis in range(p.rank):  # a dimension that was folded away is within every limit
         where = f"in spatial dimension {axis}"
         stride, (low, high) = p.window_strides[axis], p.padding[axis]

@@ -6,17 +6,17 @@ An MMA has 2048 products, of which 128 times the taps of a row are useful: 44% f
 the CUDA cores, and reads each element from shared memory only twice for any number of taps.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.base import passes, refusals
-from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, limits_refusal, varied
 from jax_splitk.kernels.base.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.base.refusals import INT32_MAX
 from jax_splitk.kernels.base.work import Work
@@ -224,14 +224,13 @@ def _smallest(p: ConvProblem) -> Config:
 
 
 def _limits_refusal(t: Tiling) -> str | None:
-    limits = (
+    return limits_refusal(
         (t.registers, "registers of a thread", _MAX_REGISTERS),
         (t.registers * t.warps * 32, "registers of a thread block", _REGISTERS),
         (t.products, "products of the device code", _MAX_PRODUCTS),
         (t.shared_bytes, "bytes of shared memory", _SHARED_BYTES),
         (t.blocks, "thread blocks", INT32_MAX // _WINDOWS),
     )
-    return next((f"{value} {what}; accepted: up to {most}" for value, what, most in limits if value > most), None)
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -314,14 +313,9 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
         """The best configs by the model, a few of each kind."""
         found = [c for c in self._variants(problem, target) if self.config_refusal(problem, c) is None]
-        found = found or [_smallest(problem)]
-        kept, count = [], collections.Counter[tuple[int, ...]]()
-        for config in self.by_estimate(problem, found, target):
-            kind = (config.channels, config.tiles, config.tall)
-            count[kind] += 1
-            if count[kind] <= _MAX_OF_KIND:
-                kept.append(config)
-        return kept[:_MAX_CANDIDATES]
+        kind = operator.attrgetter("channels", "tiles", "tall")
+        fastest = self.fastest_of_kinds(problem, found or [_smallest(problem)], kind, _MAX_OF_KIND, target)
+        return fastest[:_MAX_CANDIDATES]
 
     def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
         (planes, rows, width), most = _forward(problem).out, problem.in_channels

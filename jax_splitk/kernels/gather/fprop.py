@@ -18,7 +18,7 @@ from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Struct
-from jax_splitk.kernels.gather.layout import GatherTile, Layout, Volume, layout_of, volume
+from jax_splitk.kernels.gather.layout import SHARED_BYTES, GatherTile, Layout, Volume, fits_twice, layout_of, volume
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -27,8 +27,6 @@ MAX_CHANNELS = 16
 TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
 MAX_STEPS, MAX_ROWS = 128, 1024
-_SHARED_PER_SM = 228 * 1024
-_BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and barriers
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
 _OTHER_REGISTERS = 34
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
@@ -66,8 +64,8 @@ def _steps(x: Layout) -> int:
 
 def _turn_bytes(config: Config, out_dtype: str) -> int:
     """Bytes of a consumer warp's 16 rows of results."""
-    columns = config.tile_n if config.tile_n % 64 else 64
-    return 0 if out_dtype == "float32" else 16 * (columns * 2 + 16)
+    together = config.tile_n if config.tile_n % 64 else 64  # columns that are stored at a time
+    return 0 if out_dtype == "float32" else 16 * (together * 2 + 16)
 
 
 def _shared_bytes(p: ConvProblem, config: Config) -> int:
@@ -87,20 +85,7 @@ def _group(config: Config, together: int) -> int:
 
 
 def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
-    fits = 2 * (_shared_bytes(p, config) + _BESIDE_BYTES) <= _SHARED_PER_SM
-    return 2 if fits and _group(config, 2) else 1
-
-
-def _block_counts(v: Volume, config: Config) -> tuple[int, int, int, int]:
-    """Numbers of tiles of pixels along groups of images, planes, rows and columns."""
-    (n, p, q) = config.tile
-    return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
-
-
-def _columns(p: ConvProblem) -> list[int]:
-    """Tiles of output channels: the smallest that holds all channels, and whole parts of it."""
-    whole = [n for n in TILE_N if n >= p.out_channels][:1]
-    return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < p.out_channels)})
+    return 2 if fits_twice(_shared_bytes(p, config)) and _group(config, 2) else 1
 
 
 @functools.lru_cache(maxsize=512)
@@ -113,7 +98,7 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
             n = min(rows // (p * q), v.batch) if p >= v.out[1] else 1
             config = Config(1, 1, TILE_N[0], n, p, q, 2)
             x = _layout(v, config)
-            covered = math.prod(_block_counts(v, config)) * rows
+            covered = math.prod(config.block_counts(v)) * rows
             bytes_read = x.stage_bytes(v, n) / config.pixels
             found[n, p, q] = covered / (v.batch * math.prod(v.out)) * (100 + bytes_read)
     return tuple(sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES])
@@ -162,9 +147,8 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             return (
                 f"tile_n {config.tile_n} with {config.consumers} consumers; accepted: tiles that fit in their registers"
             )
-        if (needed := _shared_bytes(problem, config)) > _SHARED_PER_SM - _BESIDE_BYTES:
-            most = _SHARED_PER_SM - _BESIDE_BYTES
-            return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {most}"
+        if (needed := _shared_bytes(problem, config)) > SHARED_BYTES:
+            return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return None
 
     # ---- search ----------------------------------------------------------------------------------------------------
@@ -175,7 +159,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
     def _variants(self, problem: ConvProblem) -> Iterator[Config]:
         v = _volume(problem)
         consumer_counts = range(MIN_CONSUMERS, MAX_CONSUMERS + 1)
-        for tile_n, consumers, blocks in itertools.product(_columns(problem), consumer_counts, (1, 2, 4)):
+        for tile_n, consumers, blocks in itertools.product(v.column_tiles(TILE_N), consumer_counts, (1, 2, 4)):
             if not _group(Config(consumers, blocks, tile_n, 1, 1, 1, 2), 1):
                 continue
             for tile in _pixel_tiles(v, 64 * consumers * blocks):
@@ -201,7 +185,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
     def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         v = _volume(problem)
         x, together = _layout(v, config), _blocks_per_sm(problem, config)
-        steps, tiles = _steps(x), math.prod(_block_counts(v, config)) * -(-v.out_channels // config.tile_n)
+        steps, tiles = _steps(x), math.prod(config.block_counts(v)) * -(-v.out_channels // config.tile_n)
         row_blocks = config.consumers * config.blocks
         loads = 16 * steps * (1 if x.paired else 2)  # of a 64-row block's warps
         tensor = steps * max(16, config.tile_n / 2)
@@ -239,7 +223,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
 
     def _args(self, problem: ConvProblem, config: Config) -> Struct:
         v = _volume(problem)
-        counts = _block_counts(v, config)
+        counts = config.block_counts(v)
         return Struct(
             "Args",
             {
@@ -258,10 +242,10 @@ class Gather(ModelledFamily[ConvProblem, Config]):
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as run on the machine at once; each goes from tile to tile."""
-        tiles = math.prod(_block_counts(_volume(problem), config))
-        columns = -(-problem.out_channels // config.tile_n)
+        tiles = math.prod(config.block_counts(_volume(problem)))
+        tiles_n = -(-problem.out_channels // config.tile_n)
         resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)
-        grid = (min(tiles, max(1, resident // columns)), columns, 1)
+        grid = (min(tiles, max(1, resident // tiles_n)), tiles_n, 1)
         params = (Pointer(0), Pointer(1), self._args(problem, config), Pointer(2))
         block = (128 * (config.consumers + 1), 1, 1)
         return (Launch(self.kernel_name(problem), grid, block, params, _shared_bytes(problem, config)),)

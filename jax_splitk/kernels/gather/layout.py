@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 from jax import numpy as jnp
 
@@ -14,8 +15,16 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 
 SLICES = (128, 64, 32, 16, 8)  # about as many channels of X in a stage
 BANKS = 32
+_SHARED_PER_SM = 228 * 1024
+_BESIDE_BYTES = 1024 + 256  # of each thread block: CUDA's own, and at most so many for barriers
+SHARED_BYTES = _SHARED_PER_SM - _BESIDE_BYTES  # dynamic
 
 Tile = tuple[int, int, int]
+
+
+def fits_twice(shared_bytes: int) -> bool:
+    """Whether an SM has the shared memory of two thread blocks."""
+    return 2 * (shared_bytes + _BESIDE_BYTES) <= _SHARED_PER_SM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,10 @@ class GatherTile:
     def tile_m(self) -> int:
         return 64 * self.consumers * self.blocks
 
+    def block_counts(self, v: "Volume") -> tuple[int, int, int, int]:
+        """Numbers of tiles of pixels along groups of images, planes, rows and columns."""
+        return -(-v.batch // self.images), v.out[0], -(-v.out[1] // self.tile_p), -(-v.out[2] // self.tile_q)
+
 
 @dataclasses.dataclass(frozen=True)
 class Volume(Geometry):
@@ -74,6 +87,11 @@ class Volume(Geometry):
     @property
     def products(self) -> int:
         return {1: 1, 2: 3, 3: 6}[self.parts]
+
+    def column_tiles(self, widths: Sequence[int]) -> list[int]:
+        """Tiles of output channels: the smallest of `widths` that holds all channels, and whole parts of it."""
+        whole = [n for n in widths if n >= self.out_channels][:1]
+        return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < self.out_channels)})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,9 +21,11 @@ from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.gather.layout import (
+    SHARED_BYTES,
     GatherTile,
     Layout,
     Volume,
+    fits_twice,
     lattice,
     layout_of,
     slices,
@@ -45,9 +47,6 @@ MAX_PIXELS = 256
 MAX_FLOAT32_CHAIN = 2048
 MAX_ROUNDED_CHAIN = 256
 
-SHARED_PER_SM = 228 * 1024
-_BESIDE_BYTES = 1024 + 256  # of each block: CUDA's own, and at most so many for barriers
-SHARED_BYTES = SHARED_PER_SM - _BESIDE_BYTES  # dynamic
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 EXACT_REGISTERS = 224  # with three parts ptxas spills above
 _OTHER_REGISTERS = 26
@@ -120,7 +119,7 @@ def blocks_per_sm(v: Volume, config: Config, steps: int | None = None) -> int:
     """2 if shared memory and registers allow it, with chains of `steps` steps."""
     few = registers(v, config, steps) <= consumer_registers(2, config.consumers)
     fits = few and wgmma_fits(config.tile_n, 2, config.consumers)
-    return 2 if fits and 2 * (shared_bytes(v, config) + _BESIDE_BYTES) <= SHARED_PER_SM else 1
+    return 2 if fits and fits_twice(shared_bytes(v, config)) else 1
 
 
 def _steps_add_up(config: Config) -> bool:
@@ -160,12 +159,6 @@ def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
         x = rows * columns * v.kernel[0] / (p * q)
         found[n, p, q] = waste * (1 + 0.01 * x * min(v.channels, 64) * v.item / 4 + 4 / config.pixels)
     return sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES]
-
-
-def _columns(v: Volume) -> list[int]:
-    """Tiles of output channels: the smallest that holds all channels, and whole parts of it."""
-    whole = [n for n in TILE_N if n >= v.out_channels][:1]
-    return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < v.out_channels)})
 
 
 # ---- the cost model ------------------------------------------------------------------------------------------------
@@ -262,8 +255,7 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
         """Numbers of tiles of pixels along groups of images, planes, rows and columns."""
-        (n, p, q), v = config.tile, volume(problem)
-        return -(-v.batch // n), v.out[0], -(-v.out[1] // p), -(-v.out[2] // q)
+        return config.block_counts(volume(problem))
 
     def longest_chain(self, problem: ConvWgradProblem, config: Config) -> int:
         v, steps = volume(problem), config.pixels // STEP  # of one tile
@@ -277,16 +269,16 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs of a single split, the most promising first."""
         v, found = volume(problem), {}
-        for tile, columns, channels in itertools.product(_pixel_tiles(v), _columns(v), slices(v)):
-            smallest = Config(1, 1, columns, *tile, channels, 1, 1)
+        for tile, tile_n, channels in itertools.product(_pixel_tiles(v), v.column_tiles(TILE_N), slices(v)):
+            smallest = Config(1, 1, tile_n, *tile, channels, 1, 1)
             most = min(MAX_STAGES, (SHARED_BYTES - RESERVED_BYTES) // _stage_bytes(v, smallest))
             for consumers, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
                 for stages in range(most, 1, -1):
-                    config = Config(consumers, blocks, columns, *tile, channels, stages, 1)
+                    config = Config(consumers, blocks, tile_n, *tile, channels, stages, 1)
                     if self.config_refusal(problem, config) is None:
                         # The largest number of stages, and the largest with which two thread blocks share an SM.
                         found[config] = None
-                        shallow = Config(consumers, blocks, columns, *tile, channels, 2, 1)
+                        shallow = Config(consumers, blocks, tile_n, *tile, channels, 2, 1)
                         if blocks_per_sm(v, config) == 2 or blocks_per_sm(v, shallow) == 1:
                             break
                     elif v.parts < 3:  # it needs too many registers with any number of stages

@@ -6,23 +6,24 @@ once, apart from pixels that tiles share. It multiplies 16 channels at a time. I
 different groups are zeros.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 
 from jax import numpy as jnp
 
 from jax_splitk.kernels.base import passes, refusals
-from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, varied
+from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, limits_refusal, varied
 from jax_splitk.kernels.base.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.base.passes import forward, of_both_passes, output_blocks
 from jax_splitk.kernels.base.refusals import INT32_MAX
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.split_k import MAX_GRID_Y, OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.grouped import multiprocessor as sm
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime.plan import Launch, MapParam, Pointer, TiledMap, tensor_map_strides
@@ -42,11 +43,6 @@ _MAX_BOX = 256  # extent of a TMA box
 _MAX_WARPS = 15  # consumers
 _MAX_STAGES = 12
 _MAX_PRODUCTS = 4096  # of the device code, in which all are unrolled
-_SHARED_BYTES = 227 * 1024 - 512  # of a thread block, without barriers
-_SM_SHARED_BYTES = 228 * 1024
-_RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers
-_ALIGNMENT_BYTES = 1024  # of the pipeline
-_REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
 _MAX_THREAD_REGISTERS = 240
 _MAX_CANDIDATES, _MAX_OF_KIND = 40, 4
 
@@ -87,10 +83,6 @@ def halves(p: ConvProblem) -> bool:
     """Whether each 8 output channels sum over only 8 input channels, so that an MMA has a k of 8."""
     group_in, group_out = forward(p).group_channels
     return group_in == group_out and 8 % group_in == 0
-
-
-def _above(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +142,7 @@ def _weight_boxes(p: ConvProblem, bundles: int) -> tuple[tuple[int, int], tuple[
     columns, rows = bundles * bundle(p)[0 if _mirrored(p) else 1], _weight_shape(p)[1]
     width = min((box for box in _WEIGHT_BOXES if box >= columns), default=_WEIGHT_BOXES[-1])
     boxes = -(-rows // _MAX_BOX)
-    height = _above(-(-rows // boxes), _SWIZZLE_BYTES // (2 * width))
+    height = sm.above(-(-rows // boxes), _SWIZZLE_BYTES // (2 * width))
     return (width, height), (-(-columns // width), boxes)
 
 
@@ -174,12 +166,6 @@ def _out_boxes(size: int) -> list[int]:
     return [row // size for row in _SWIZZLES if row // size <= 64]
 
 
-def _fits_registers(warps: int, registers: int, together: int) -> bool:
-    """Whether `together` thread blocks fit on an SM, with `warps` consumer warps each and `registers` registers a
-    thread."""
-    return -(-together * (warps + 1) // 4) * 32 * registers <= _REGISTERS
-
-
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvProblem, config: Config) -> Tiling:
     q = forward(p)
@@ -194,16 +180,16 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
     out_channels, out_size = bundles * bundle_out, jnp.dtype(p.out_dtype).itemsize
     out_box = max(box for box in _out_boxes(out_size) if out_channels % box == 0)
     pixels = config.images * config.columns
-    in_strips = _above(pixels, STRIP * config.strips)  # with those that no pixel of the tile is in
-    result_rows = in_strips if up_h * up_w == 1 else up_h * up_w * _above(in_strips, config.columns)
-    result_box_bytes = _above(result_rows * out_box * out_size, _SWIZZLE_BYTES)
+    in_strips = sm.above(pixels, STRIP * config.strips)  # with those that no pixel of the tile is in
+    result_rows = in_strips if up_h * up_w == 1 else up_h * up_w * sm.above(in_strips, config.columns)
+    result_box_bytes = sm.above(result_rows * out_box * out_size, _SWIZZLE_BYTES)
     each = config.units * config.strips
     sums = 8 * each * (slots * up_h * up_w if each > 1 else _sums(g))
     addresses = config.strips * (step_rows * g.kernel[2] + (1 if out_size == 2 else 2))
     others = sums + addresses + 8 * config.strips + (18 if up_h * up_w == 1 else 26)
-    with_weights = _above(others + (2 if halves(p) else 4) * taps * in_units * config.units, 8)
+    with_weights = sm.above(others + (2 if halves(p) else 4) * taps * in_units * config.units, 8)
     warps = bundles * out_units // config.units * -(-pixels // (STRIP * config.strips))
-    resident = with_weights <= _MAX_THREAD_REGISTERS and _fits_registers(warps, with_weights, 1)
+    resident = with_weights <= _MAX_THREAD_REGISTERS and sm.fits_registers(warps, with_weights, 1)
     return Tiling(
         bundles,
         -(-q.in_channels // (bundles * bundle_in)),
@@ -215,7 +201,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         ),
         step_rows,
         x_width,
-        _above(config.images * step_rows * x_width * config.in_block * 2, _SWIZZLE_BYTES),
+        sm.above(config.images * step_rows * x_width * config.in_block * 2, _SWIZZLE_BYTES),
         weight_box,
         weight_boxes,
         weights_bytes if resident else bundles * out_units * in_units * taps * WEIGHTS_BYTES,
@@ -226,7 +212,7 @@ def tiling(p: ConvProblem, config: Config) -> Tiling:
         warps,
         resident,
         2 * taps * in_units * config.units * config.strips,
-        with_weights if resident else _above(others + 8, 8),
+        with_weights if resident else sm.above(others + 8, 8),
     )
 
 
@@ -248,7 +234,7 @@ def _results(p: ConvProblem, t: Tiling) -> int:
 
 def shared_bytes(p: ConvProblem, config: Config) -> int:
     t = tiling(p, config)
-    return config.stages * t.stage_bytes + _results(p, t) * t.result_bytes + t.weights_bytes + _ALIGNMENT_BYTES
+    return config.stages * t.stage_bytes + _results(p, t) * t.result_bytes + t.weights_bytes + sm.ALIGNMENT_BYTES
 
 
 def _in_blocks(p: ConvProblem) -> list[int]:
@@ -297,10 +283,8 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
 
 
 def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
-    """Thread blocks of an SM, by shared memory and registers."""
-    by_memory = min(4, _SM_SHARED_BYTES // (shared_bytes(p, config) + _RESERVED_BYTES))
     t = tiling(p, config)
-    return max((n for n in range(1, by_memory + 1) if _fits_registers(t.warps, t.registers, n)), default=0)
+    return sm.blocks_per_sm(shared_bytes(p, config), t.warps, t.registers)
 
 
 class GroupedConv(ModelledFamily[ConvProblem, Config]):
@@ -356,8 +340,7 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
     def _tiling_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         t, q = tiling(problem, config), forward(problem)
         g = geometry(q, 3)
-        tile = f"images {config.images}, rows {config.rows}, columns {config.columns}"
-        limits = (
+        exceeded = limits_refusal(
             (t.x_width, "columns of the input", _MAX_BOX),
             (config.columns * g.lhs_dilation[2], "columns of the output", _MAX_BOX),
             (config.images * math.prod(q.g_shape[1:]), "elements of a tile's images", INT32_MAX),
@@ -365,15 +348,13 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
             (t.warps, "consumer warps", _MAX_WARPS),
             (t.registers, "registers of a thread", _MAX_THREAD_REGISTERS),
             (t.products * t.slots, "products of the device code", _MAX_PRODUCTS),
-            (shared_bytes(problem, config), "bytes of shared memory", _SHARED_BYTES),
+            (shared_bytes(problem, config), "bytes of shared memory", sm.SHARED_BYTES),
         )
-        for value, what, most in limits:
-            if value > most:
-                return f"{tile}, strips {config.strips}, units {config.units}: {value} {what}; accepted: up to {most}"
-        if not _fits_registers(t.warps, t.registers, 1):
-            most = _REGISTERS // 32 // t.registers * 4 - 1
-            return f"{t.warps} warps of {t.registers} registers a thread; accepted: at most {most} warps"
-        return field_refusal(config, workers=range(1, min(math.prod(t.tiles), MAX_GRID_Y) + 1))
+        if exceeded is not None:
+            tile = f"images {config.images}, rows {config.rows}, columns {config.columns}"
+            return f"{tile}, strips {config.strips}, units {config.units}: {exceeded}"
+        workers = range(1, min(math.prod(t.tiles), MAX_GRID_Y) + 1)
+        return sm.registers_refusal(t.warps, t.registers) or field_refusal(config, workers=workers)
 
     def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
         return _blocks_per_sm(problem, config)
@@ -381,13 +362,8 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
     def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
         """The best configs by the model, a few of each kind."""
         found = list(self._variants(problem, target)) or [_smallest(problem)]
-        kept, count = [], collections.Counter[tuple[int, ...]]()
-        for config in self.by_estimate(problem, found, target):
-            kind = (config.in_block, config.units, config.strips)
-            count[kind] += 1
-            if count[kind] <= _MAX_OF_KIND:
-                kept.append(config)
-        return kept[:_MAX_CANDIDATES]
+        kind = operator.attrgetter("in_block", "units", "strips")
+        return self.fastest_of_kinds(problem, found, kind, _MAX_OF_KIND, target)[:_MAX_CANDIDATES]
 
     def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
         g = geometry(forward(problem), 3)
@@ -409,9 +385,8 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
     def _of_heights(self, p: ConvProblem, some: Config, heights: list[int], target: Target) -> Iterator[Config]:
         """Configs with pipelines that leave room for one to four thread blocks an SM, which share the tiles evenly."""
         t = tiling(p, some)
-        rooms = [_SM_SHARED_BYTES // n - _RESERVED_BYTES - _ALIGNMENT_BYTES - t.weights_bytes for n in (1, 2, 3, 4)]
-        fitting = (room for n, room in enumerate(rooms, 1) if _fits_registers(t.warps, t.registers, n))
-        depths = {min(8, room // t.stage_bytes) for room in fitting}
+        fitting = (n for n in (1, 2, 3, 4) if sm.fits_registers(t.warps, t.registers, n))
+        depths = {min(8, (sm.pipeline_bytes(n) - t.weights_bytes) // t.stage_bytes) for n in fitting}
         for rows, stages in itertools.product(heights, sorted(depth for depth in depths if depth >= 2)):
             config = dataclasses.replace(some, rows=rows, stages=stages)
             tiles, slots = math.prod(tiling(p, config).tiles), target.cores * _blocks_per_sm(p, config)

@@ -18,6 +18,7 @@ from jax_splitk.kernels.base.split import SplitFamily, nearby, whole_fours
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.grouped import multiprocessor as sm
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, MapParam, TiledMap
 from jax_splitk.runtime.target import Target
@@ -32,11 +33,6 @@ MAX_ROWS = 32  # a strip's rows are unrolled
 MAX_WARPS = 16
 MAX_ACCUMULATORS = 96  # of a thread, where a job can be made smaller
 MAX_STAGES = 6
-SHARED_BYTES = 227 * 1024 - 512  # of a thread block, without barriers and the row of zeros
-SM_SHARED_BYTES = 228 * 1024
-ALIGNMENT_BYTES = 1024  # of the pipeline
-RESERVED_BYTES = 1024 + 512  # of an SM for each thread block, by Hopper and for barriers and the row of zeros
-REGISTERS = 16384  # of a quarter of an SM, which has every fourth warp
 # MMAs for each accumulator in a float32 result's split.
 MAX_FLOAT32_CHAIN = 1024
 _ROWS = 16  # at most, of a candidate
@@ -70,10 +66,6 @@ def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
     group_in, group_out = p.group_channels
     groups = max(1, UNIT // group_in, UNIT // group_out)
     return groups, groups * group_in, groups * group_out
-
-
-def _above(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +118,9 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
     g, (_, bundle_in, bundle_out) = geometry(p, 2), bundle(p)
     pixels = config.images * config.rows
     x_height = (config.rows - 1) * g.stride[0] + g.reach[0] + 1
-    x_width = _above((config.columns - 1) * g.stride[1] + g.reach[1] + 1, OCTET)
-    dy_width = _above(config.columns, OCTET)
-    x_bytes = _above(config.images * x_height * x_width * config.in_block * 2, 1024)
+    x_width = sm.above((config.columns - 1) * g.stride[1] + g.reach[1] + 1, OCTET)
+    dy_width = sm.above(config.columns, OCTET)
+    x_bytes = sm.above(config.images * x_height * x_width * config.in_block * 2, 1024)
     bundles = max(1, config.in_block // bundle_in)
     in_units, out_units = config.in_block // UNIT // bundles, config.out_block // UNIT // bundles
     warp_in, warp_out, columns = min(2, in_units), min(4, out_units), g.kernel[1]
@@ -145,7 +137,7 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
         x_width=x_width,
         dy_width=dy_width,
         dy_offset=x_bytes,
-        stage_bytes=x_bytes + _above(pixels * dy_width * config.out_block * 2, 1024),
+        stage_bytes=x_bytes + sm.above(pixels * dy_width * config.out_block * 2, 1024),
         strips=-(-(dy_width // OCTET * config.images) // 2),
         reuse=g.stride[0] == g.dilation[0] == 1 and g.kernel[0] > 1,
         **{"warp_in": warp_in, "warp_out": warp_out, "warp_columns": columns, "bundles": bundles},
@@ -160,20 +152,14 @@ def registers(p: ConvWgradProblem, t: Tiling) -> int:
     height = geometry(p, 2).kernel[0]
     rows = height if t.reuse else 1
     count = height * t.pairs * t.warp_out * 4 + 2 * rows * t.warp_out + 8 * t.pairs + 2 * (t.pairs + t.warp_out) + 28
-    return _above(count, 8)
-
-
-def _fits_registers(p: ConvWgradProblem, config: Config, together: int) -> bool:
-    t = tiling(p, config)
-    warps = -(-together * (t.jobs * config.slices + 1) // 4)  # of a quarter of an SM
-    return warps * 32 * registers(p, t) <= REGISTERS
+    return sm.above(count, 8)
 
 
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     """Bytes of the pipeline, whose space the slices' sums use at the end."""
     t = tiling(p, config)
     sums = math.prod(geometry(p, 2).kernel) * t.sum_rows * config.out_block * 4
-    return max(config.stages * t.stage_bytes, config.slices * sums) + ALIGNMENT_BYTES
+    return max(config.stages * t.stage_bytes, config.slices * sums) + sm.ALIGNMENT_BYTES
 
 
 def _group_refusal(p: ConvWgradProblem) -> str | None:
@@ -216,7 +202,7 @@ def _row_counts(out_h: int) -> list[int]:
 
 def _column_counts(out_w: int) -> list[int]:
     whole = [out_w] if out_w <= _COLUMNS else []
-    parts = {_above(-(-out_w // -(-out_w // width)), OCTET) for width in (_COLUMNS, 32, 16)}
+    parts = {sm.above(-(-out_w // -(-out_w // width)), OCTET) for width in (_COLUMNS, 32, 16)}
     return whole + sorted((width for width in parts if width < out_w), reverse=True)
 
 
@@ -280,12 +266,10 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         if not (1 <= config.slices <= t.strips and warps <= MAX_WARPS):
             accepted = f"1 to {t.strips}, and at most {MAX_WARPS} warps"
             return f"slices {config.slices}, with {t.jobs} jobs each; accepted: {accepted}"
-        if not _fits_registers(problem, config, 1):
-            count = registers(problem, t)
-            most = REGISTERS // 32 // count * 4 - 1
-            return f"{warps} warps of {count} registers a thread; accepted: at most {most} warps"
-        if (needed := shared_bytes(problem, config)) > SHARED_BYTES:
-            return f"{needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if (reason := sm.registers_refusal(warps, registers(problem, t))) is not None:
+            return reason
+        if (needed := shared_bytes(problem, config)) > sm.SHARED_BYTES:
+            return f"{needed} bytes of shared memory; accepted: at most {sm.SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles", uneven=True)
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
@@ -302,9 +286,8 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
         return MAX_FLOAT32_CHAIN // (-(-tiling(problem, config).strips // config.slices) * config.rows)
 
     def blocks_per_sm(self, problem: ConvWgradProblem, config: Config) -> int:
-        """Thread blocks of an SM by shared memory and registers; 0 if none fits."""
-        by_memory = min(4, SM_SHARED_BYTES // (shared_bytes(problem, config) + RESERVED_BYTES))
-        return max((n for n in range(1, by_memory + 1) if _fits_registers(problem, config, n)), default=0)
+        t = tiling(problem, config)
+        return sm.blocks_per_sm(shared_bytes(problem, config), t.jobs * config.slices, registers(problem, t))
 
     def in_waves(self, problem: ConvWgradProblem, config: Config, target: Target, most: int = 2) -> Iterator[Config]:
         """Configs with the splits that fill half a wave, one and two waves. Splits need not be equal."""
@@ -341,8 +324,7 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
             # Slices take whole strips: no more than a quarter of the warps may wait.
             if slices > strips or strips < 0.75 * -(-strips // slices) * slices:
                 continue
-            rooms = [SM_SHARED_BYTES // together - RESERVED_BYTES - ALIGNMENT_BYTES for together in (1, 2, 3)]
-            depths = {room // t.stage_bytes for room in rooms}
+            depths = {sm.pipeline_bytes(together) // t.stage_bytes for together in (1, 2, 3)}
             for stages in sorted({min(4, depth) for depth in depths if depth >= 2}):
                 sliced = dataclasses.replace(config, slices=slices, stages=stages)
                 if self.config_refusal(problem, sliced) is None:

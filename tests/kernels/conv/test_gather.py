@@ -44,5 +44,5 @@ def test_config_refusals(change: dict[str, Any], reason: str) -> None:
 def test_candidates_cover_the_output() -> None:
     for p, _ in GATHER.runs:
         for config in FAMILY.candidates(p, DEFAULT_CUDA):
-            counts = gather._block_counts(gather._volume(p), config)
+            counts = config.block_counts(gather._volume(p))
             assert np.prod(counts) * config.pixels >= p.batch * np.prod(p.output_spatial)

@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 
 from jax_splitk.kernels.depthwise import wgrad as depthwise
-from jax_splitk.kernels.depthwise.wgrad import FAMILY, Axis, Config
+from jax_splitk.kernels.depthwise.wgrad import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.grouped import DEPTHWISE, NETWORKS, SEQUENCES
-from tests.problems import conv, seeded
-from tests.structs import arguments
+from tests.problems import conv
 
 PROBLEMS = [*(case.problem() for case in (*NETWORKS, *DEPTHWISE)), *SEQUENCES]
-GEOMETRY = (
-    *("PAD_H", "PAD_W", "DILATION_H", "DILATION_W", "SHIFT_H"),
-    *("KERNEL_H", "STEP_H", "SIZE_H", "KERNEL_W", "STEP_W", "SIZE_W"),
-)
 
 
 def problem(size: tuple[int, int], kernel: tuple[int, int], **changes: Any) -> ConvWgradProblem:
@@ -28,98 +23,6 @@ def problem(size: tuple[int, int], kernel: tuple[int, int], **changes: Any) -> C
 
 
 # ---- how the work is cut -------------------------------------------------------------------------------------------
-
-
-def taps_of_blocks(axis: Axis) -> list[list[int]]:
-    """The taps of each block, enumerated like the device code:"""
-    found = []
-    for block in range(axis.tap_blocks):
-        first = block // axis.blocks + block % axis.blocks * axis.size * axis.step
-        found.append([t for i in range(axis.size) if (t := first + i * axis.step) < axis.kernel])
-    return found
-
-
-def test_every_tap_is_in_one_block_and_a_block_fits_an_operand() -> None:
-    for p in PROBLEMS:
-        g = depthwise.axes(p)
-        for axis, reach in ((g.height, depthwise.MAX_ROW_REACH), (g.width, depthwise.MAX_COLUMN_REACH)):
-            blocks = taps_of_blocks(axis)
-            assert sorted(t for block in blocks for t in block) == list(range(axis.kernel)), p
-            assert axis.reach <= reach
-            for block in blocks:
-                for a, b in itertools.pairwise(block):
-                    # The stride skips some of the rows between two taps of a block.
-                    assert (b - a) * axis.dilation == axis.shift * axis.stride, p
-
-
-def test_no_tap_reaches_from_one_image_into_the_next() -> None:
-    """In the tall image, the rows that a block of taps reads under a row of dY belong to the same image, or are
-    zeros."""
-    with seeded(1) as rng:
-        for _ in range(300):
-            kernel, stride, dilation = (int(v) for v in rng.integers(1, (12, 9, 5)))
-            size, low, high = (int(v) for v in rng.integers((1, -3, -3), (40, 12, 12)))
-            out = (size + low + high - (kernel - 1) * dilation - 1) // stride + 1
-            if out < 1 or size + low + high < (kernel - 1) * dilation + 1:
-                continue
-            p = problem((size, 12), (kernel, 1), stride=(stride, 1), rhs_dilation=(dilation, 1),
-                        padding=((low, high), (0, 0)))  # fmt: skip
-            axis, pitch = depthwise.axes(p).height, depthwise.axes(p).pitch
-            assert pitch == axis.output + axis.gap <= axis.output + axis.reach
-            for taps in taps_of_blocks(axis):
-                if not taps:
-                    continue
-                start = taps[0] * dilation - low
-                inside = [0 <= start + i * stride < size for i in range(pitch + axis.reach + 1)]
-                for i in range(pitch, out + axis.reach):
-                    assert not inside[i], "a row of this image is read as the next one's"
-                    assert not inside[i - pitch], "a row of the next image is read as this one's"
-
-
-def test_blocks_cover_all_rows_and_splits_all_blocks() -> None:
-    with seeded(2) as rng:
-        for p in PROBLEMS:
-            for segments in (1, 2, 4):
-                config = Config(8, segments, 1, 1)
-                t, g = depthwise.tiling(p, config), depthwise.axes(p)
-                assert t.columns % 8 == 0
-                assert t.columns <= t.segment * segments
-                assert (t.tiles - 1) * t.columns < g.width.output <= t.tiles * t.columns
-                last = (math.ceil(p.batch / config.images) * t.tiles - 1) * g.pitch + g.height.output - 1
-                assert last // 8 == t.blocks - 1
-                splits = FAMILY.with_splits(p, config, int(rng.integers(1, 50))).splits
-                each = math.ceil(t.blocks / splits)
-                assert (splits - 1) * each < t.blocks <= splits * each
-
-
-def test_arguments_and_macros() -> None:
-    p = problem((40, 90), (5, 3), batch=5, channels=(24, 48), groups=24, stride=(2, 3), rhs_dilation=(4, 2),
-                padding=((7, 1), (2, 4)))  # fmt: skip
-    config = FAMILY.with_splits(p, Config(8, 2, 1, 1), 3)
-    made, t = FAMILY.plan(p, config), depthwise.tiling(p, config)
-    expected = {"batch": 5, "blocks": t.blocks, "blocks_per_split": math.ceil(t.blocks / config.splits), "stages": 1}
-    assert arguments(made) == expected
-    defines = dict(made.source.defines)
-    assert {name: defines[name] for name in GEOMETRY} == {
-        "PAD_H": 7, "PAD_W": 2, "DILATION_H": 4, "DILATION_W": 2, "SHIFT_H": 2,
-        "KERNEL_H": 5, "STEP_H": 1, "SIZE_H": 5, "KERNEL_W": 3, "STEP_W": 3, "SIZE_W": 1,
-    }  # fmt: skip
-
-
-def test_plan() -> None:
-    p = problem((40, 90), (5, 3), batch=4, stride=2)
-    for splits in (1, 3):
-        config = Config(16, 2, 2, splits)
-        device_plan = FAMILY.plan(p, config)
-        t, g = depthwise.tiling(p, config), depthwise.axes(p)
-        main, *rest = device_plan.launches
-        assert main.kernel == f"wgrad_depthwise_{'direct' if splits == 1 else 'partial'}"
-        assert [launch.kernel for launch in rest] == ["wgrad_depthwise_reduce_splits"] * (splits > 1)
-        assert (main.grid, main.block) == ((g.tap_blocks, splits, 1), (768, 1, 1))
-        assert main.shared_bytes == t.shared_bytes(2) <= depthwise.SHARED_BYTES
-        assert device_plan.workspace_bytes == (0 if splits == 1 else splits * 5 * 3 * 16 * 4)
-        assert not device_plan.maps
-        assert dict(device_plan.source.defines)["PITCH"] == g.pitch
 
 
 @pytest.mark.parametrize(("width", "kernel", "padding", "dilation", "kept"), [

@@ -22,8 +22,8 @@ def test_precision_decides_the_parts() -> None:
 def test_the_stems_rows_are_runs_of_its_window(pad: int) -> None:
     p = conv((32, 32), (7, 7), (3, 64), batch=1, stride=2, padding=((pad, 3), (pad, 3)))
     for config in FAMILY.candidates(p, DEFAULT_CUDA)[::6]:
-        layout = gather.layout(gather.volume(p), config)
-        assert (layout.dense, layout.runs, layout.paired, layout.granule) == (True, True, True, 16)
+        x = gather.layout(gather.volume(p), config)
+        assert (x.dense, x.runs, x.paired, x.granule) == (True, True, True, 16)
 
 
 def test_splitting_into_parts_is_what_the_device_code_assumes() -> None:
@@ -130,7 +130,9 @@ def test_no_legal_variant_is_skipped(dtype: str, precision: str) -> None:
     stages."""
     problem = conv((12, 20), (3, 3), (36, 80), batch=4, dtype=dtype, precision=precision)
     v, found = gather.volume(problem), set(FAMILY.variants(problem, DEFAULT_CUDA))
-    kinds = itertools.product(gather._pixel_tiles(v), gather._columns(v), gather.slices(v), range(1, 5), range(1, 5))
+    kinds = itertools.product(
+        gather._pixel_tiles(v), v.column_tiles(gather.TILE_N), gather.slices(v), range(1, 5), range(1, 5)
+    )
     skipped = 0
     for tile, columns, channels, consumers, blocks in kinds:
         of_kind = [Config(consumers, blocks, columns, *tile, channels, stages, 1) for stages in range(4, 1, -1)]

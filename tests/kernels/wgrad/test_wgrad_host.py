@@ -253,19 +253,6 @@ def test_workspace_formulas_agree(problem: ConvWgradProblem, config: Config) -> 
         call_raw(problem, size - 1, dict(call.attributes), lhs, g).block_until_ready()
 
 
-def test_under_jit_with_other_operations() -> None:
-    problem = LARGER[0]
-    lhs, g = integers(problem, np.random.default_rng(2))
-
-    @jax.jit
-    def both(lhs: jax.Array, g: jax.Array) -> jax.Array:
-        first = call_host(problem, Config(2, 64), lhs + 1, g)
-        return first * 2 + call_host(problem, Config(3, 32), lhs, g - 1)
-
-    expected = 2 * conv_wgrad_on_host(problem, lhs + 1, g) + conv_wgrad_on_host(problem, lhs, g - 1)
-    np.testing.assert_array_equal(np.asarray(both(lhs, g)), expected)
-
-
 def test_concurrent_calls() -> None:
     problems = (LARGER[0], LARGER[3])
     inputs = [integers(problem, np.random.default_rng(3)) for problem in problems]
