@@ -2,8 +2,9 @@
 
 A report of `benchmarks.wgrad`, `conv` or `dot` gives each case's share of the highest rates that the hardware reached,
 ours and XLA's; one of `benchmarks.quantized` time against the number of rows, for each weight; one of
-`benchmarks.models` how many times as fast a step is; one of `benchmarks.profile_step` when each kernel of a step ran. A
-file whose name ends in .md gets the same figures as a Markdown table; a .txt file gets the sentences that pages quote.
+`benchmarks.models` how many times as fast a step is; one of `benchmarks.profile_step` when each kernel of a step ran;
+one of `benchmarks.ragged` the TFLOP/s of each layer, ours, PyTorch's and lax's. A file whose name ends in .md gets the
+same figures as a Markdown table; a .txt file gets the sentences that pages quote.
 
 python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg [--rows 8]
 """
@@ -19,7 +20,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import timeline
+from benchmarks import grouped_chart, timeline
 from benchmarks.headline import crossing, curves, groups_table, headline, quantized_headline, ratio
 from benchmarks.quantized_cases import FASTEST
 from benchmarks.report import H200_BYTES, H200_FLOPS
@@ -274,9 +275,11 @@ def models_table(report: dict[str, Any], most: int | None = None) -> str:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 CHARTS = {"wgrad": chart, "conv": chart, "dot": chart, "quantized": quantized_chart, "models": models_chart}
-CHARTS |= {"profile_step": timeline.timeline}
+CHARTS |= {"profile_step": timeline.timeline, "ragged": grouped_chart.chart}
 TABLES = {"wgrad": xla_table, "conv": xla_table, "dot": xla_table, "quantized": quantized_table, "models": models_table}
-TABLES |= {"profile_step": timeline.table}
+TABLES |= {"profile_step": timeline.table, "ragged": grouped_chart.table}
+# Benchmarks whose charts have no rows by gain, and whose reports have no sentences for pages.
+WITHOUT_ROWS, WITHOUT_TEXT = ("quantized", "profile_step", "ragged"), ("profile_step", "ragged")
 
 
 def text(report: dict[str, Any]) -> str:
@@ -322,9 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("no results; accepted: reports with some")
         report = combined(reports)
         kind = benchmark(report)
-        if options.rows and kind in ("quantized", "profile_step"):
+        if options.rows and kind in WITHOUT_ROWS:
             raise ValueError(f"--rows {options.rows} with a report of benchmarks.{kind}, which has no rows by gain")
-        if options.out.suffix == ".txt" and kind == "profile_step":
+        if options.out.suffix == ".txt" and kind in WITHOUT_TEXT:
             raise ValueError(
                 f"{options.out.name}: a report of benchmarks.{kind} has no medians; accepted: .svg, .png, .md"
             )

@@ -1,6 +1,8 @@
 """Matrix products with splits of a long reduction."""
 
+import functools
 import logging
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,9 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_splitk.ops import dot_gradient as _gradient  # noqa: F401 - the primitive's rules
+from jax_splitk.ops.call import MEMORY
 from jax_splitk.ops.dot_calls import DotCall, Epilogue
+from jax_splitk.problems.conv_reference import precision_name
 from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, Activation
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished, lax_dot_general
@@ -183,7 +187,7 @@ def _routed(
         epilogue=epilogue,
         out_dtype=jnp.dtype(preferred or (compute if common == E4M3 else common)).name,
         compute_dtype=jnp.dtype(compute).name,
-        precision=lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
+        precision=lax.Precision[precision_name(precision).upper()],
         options=options,
     )
     return call.bind(x, y, *operands)
@@ -251,11 +255,20 @@ def _finished(product: jax.Array, x: jax.Array, y: jax.Array, dimension_numbers:
 
 def _canonical(x: jax.Array, y: jax.Array, dimension_numbers: Any) -> DimensionNumbers:
     """Plain tuples of dimensions; raises TypeError, as lax does, where they do not belong to the operands."""
-    of_one_dtype = (jax.ShapeDtypeStruct(of.shape, x.dtype) for of in (x, y))
-    jax.eval_shape(lambda x, y: lax_dot_general(x, y, dimension_numbers), *of_one_dtype)
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
 
     def plain(dims: Sequence[int]) -> tuple[int, ...]:
-        return tuple(int(i) for i in dims)
+        return tuple(operator.index(i) for i in dims)
 
-    return (plain(lhs_contracting), plain(rhs_contracting)), (plain(lhs_batch), plain(rhs_batch))
+    found = (plain(lhs_contracting), plain(rhs_contracting)), (plain(lhs_batch), plain(rhs_batch))
+    _accepted_by_lax(x.shape, y.shape, x.dtype, found)
+    return found
+
+
+@functools.lru_cache(maxsize=MEMORY)
+def _accepted_by_lax(
+    lhs_shape: Sequence[Any], rhs_shape: Sequence[Any], dtype: Any, dimension_numbers: DimensionNumbers
+) -> None:
+    """Raises lax's error for dimension numbers that do not belong to operands of these shapes."""
+    types = (jax.ShapeDtypeStruct(shape, dtype) for shape in (lhs_shape, rhs_shape))
+    jax.eval_shape(functools.partial(lax_dot_general, dimension_numbers=dimension_numbers), *types)

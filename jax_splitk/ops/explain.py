@@ -13,7 +13,7 @@ from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.ops.lax_grouped import grouped_products
 from jax_splitk.ops.lax_products import dequantized_products
-from jax_splitk.ops.lowering import choose, competes, only_xla
+from jax_splitk.ops.lowering import choose, competes, only_xla, served
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.conv_passes import PASSES
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -122,7 +122,11 @@ def _decision(operation: Operation, target: Target, count: int) -> Decision | No
         return impossible(problem, options.config, error, count)
     if is_silent(choice, options):
         return None
-    shown, note = decision(choice, target, count), operation.note
+    return _noted(decision(choice, target, count), operation.note)
+
+
+def _noted(shown: Decision, note: str) -> Decision:
+    """The decision with a note for the reader."""
     if not note:
         return shown
     return dataclasses.replace(shown, because=f"{shown.because}; {note}", why=f"{shown.why}; {note}")
@@ -166,8 +170,9 @@ def expected(problem: Problem, options: Options, target: Target, count: int = 1)
     reason = only_xla(problem)
     if options.implied and (reason is not None or not competes(problem, target)):
         return None
+    problem, note = served(problem, target.platform)
     try:
         choice = select(problem, target, options) if reason is None else Choice(problem, XLA, reason)
     except (NotImplementedError, ValueError) as error:
         return impossible(problem, options.config, error, count)
-    return None if is_silent(choice, options) else decision(choice, target, count)
+    return None if is_silent(choice, options) else _noted(decision(choice, target, count), note)

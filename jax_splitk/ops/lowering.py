@@ -21,6 +21,8 @@ from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.ragged_dot import RaggedDotProblem
+from jax_splitk.problems.ragged_parts import in_parts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
@@ -42,7 +44,7 @@ def define(primitive: Primitive) -> None:
         with contextlib.suppress(Exception):  # it comes again at lowering
             problem = routed(call, avals, "cuda")
             if problem is not None and only_xla(problem) is None:
-                ahead.traced(served(problem, "cuda"), call.options)
+                ahead.traced(served(problem, "cuda")[0], call.options)
         return out
 
     primitive.def_abstract_eval(traced)
@@ -54,7 +56,7 @@ def define(primitive: Primitive) -> None:
             if problem is None:
                 _left_to_lax(call, ctx.avals_in)
                 return as_lax_does(ctx, operands, call)
-            problem = served(problem, platform)
+            problem, _ = served(problem, platform)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
                 laxs = stays_laxs(ctx, problem, call.options, platform)
@@ -134,14 +136,26 @@ def only_xla(problem: Problem) -> str | None:
     return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
 
 
-def served(problem: Problem, platform: str) -> Problem:
-    """The part of a problem that kernels of the platform compute: all of it, or the product alone where none of them
-    takes the epilogue. XLA then computes the epilogue."""
-    if not isinstance(problem, DotProblem) or not problem.epilogue or only_xla(problem) is not None:
-        return problem
+def served(problem: Problem, platform: str) -> tuple[Problem, str]:
+    """The problem that kernels of the platform compute, and what XLA computes around them, in words. It is the problem
+    itself, unless no kernel takes it and a kernel takes the simpler one."""
+    other = None if only_xla(problem) is not None else _simpler(problem)
+    if other is None:
+        return problem, ""
     families = kernels.families(problem.op, platform)
     takes = lambda problem: any(family.problem_refusal(problem) is None for family in families)  # noqa: E731
-    return problem.product if takes(problem.product) and not takes(problem) else problem
+    return other if takes(other[0]) and not takes(problem) else (problem, "")
+
+
+@functools.lru_cache(maxsize=MEMORY)
+def _simpler(problem: Problem) -> tuple[Problem, str] | None:
+    """A problem whose kernel computes this one with operations of XLA's around it, and these operations in words: a
+    product without its epilogue, a grouped product of the parts of float32 numbers. None if there is none."""
+    if isinstance(problem, DotProblem) and problem.epilogue:
+        return problem.product, f"XLA computes the epilogue ({problem.epilogue})"
+    if isinstance(problem, RaggedDotProblem) and (parts := in_parts(problem)) is not None:
+        return parts.problem, parts.note
+    return None
 
 
 def choose(

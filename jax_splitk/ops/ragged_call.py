@@ -6,6 +6,7 @@ the batch: a kernel runs once for each element, one after the other.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from jax_splitk.ops import partitioning
 from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.ragged_dot import Mode, RaggedDotProblem
+from jax_splitk.problems.ragged_parts import InParts
 from jax_splitk.problems.ragged_reference import Batch, batched, bounds
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
@@ -123,22 +125,27 @@ class RaggedDotCall(Call):
 
     def in_lax(self, problem: RaggedDotProblem, out: Any) -> Callable[..., jax.Array]:
         """The call in plain lax, as a function of the operands."""
-        del out
+        del problem, out
 
         def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
-            return batched(problem, self.batch, lhs.astype(problem.dtype), rhs.astype(problem.dtype), *rest)
+            whole = self.problem((lhs, rhs, *rest))
+            return batched(whole, self.batch, lhs.astype(whole.dtype), rhs.astype(whole.dtype), *rest)
 
         return product
 
     def with_kernel(self, problem: RaggedDotProblem, out: Any, custom_call: CustomCall) -> Callable[..., jax.Array]:
-        """The call as a function of the operands, with the custom call for one element of the batch."""
+        """The call as a function of the operands, with the custom call for one element of the batch, or for the parts
+        of its float32 operands."""
         dims = (*self.batch, ())[: 3 + self.has_offset]
 
         def product(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
             if math.prod(out.shape[: self.rank]) == 0:
                 return jnp.zeros(out.shape, out.dtype)
-            operands = (lhs.astype(problem.dtype), rhs.astype(problem.dtype), *rest)
-            return _each(lambda *one: execute.call(custom_call, problem, *one), operands, dims, self.rank)
+            whole = self.problem((lhs, rhs, *rest))
+            kernel = functools.partial(execute.call, custom_call, problem)
+            if problem != whole:
+                kernel = functools.partial(InParts(whole), kernel)
+            return _each(kernel, (lhs.astype(whole.dtype), rhs.astype(whole.dtype), *rest), dims, self.rank)
 
         return product
 

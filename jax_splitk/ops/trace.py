@@ -10,7 +10,6 @@ from jax.extend import core
 from jax_splitk.ops import lowering, propagation
 from jax_splitk.ops.call import Primitive, call_of
 from jax_splitk.ops.propagation import Operation
-from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning import watch
 
@@ -36,10 +35,7 @@ def operations(
 
 
 def _served(operation: Operation, platform: str) -> Operation:
-    problem = lowering.served(operation.problem, platform)
-    if problem == operation.problem or not isinstance(operation.problem, DotProblem):
-        return operation
-    said = f"XLA computes the epilogue ({operation.problem.epilogue})"
+    problem, said = lowering.served(operation.problem, platform)
     return dataclasses.replace(operation, problem=problem, note="; ".join(filter(None, (operation.note, said))))
 
 

@@ -42,7 +42,8 @@ class RaggedDotProblem:
       n: columns of the other matrices.
       dtype: of lhs and rhs.
       out_dtype: of the result. Sums are float32, or float64 where one of the dtypes is.
-      precision: "default", "high" or "highest"; for float32 operands.
+      precision: "default", "high" or "highest"; for float32 operands, and "highest" for a rhs gradient of 16-bit parts
+        of such operands (`ragged_parts`), whose sums are then as exact as float32.
       rhs_order: the dimensions of a forward product's rhs in memory, the last one contiguous; "gkn" or "gnk". "gkn" for
         a rhs gradient.
       total_groups: the groups of group_sizes where group_offset is an operand; 0 where it is not.

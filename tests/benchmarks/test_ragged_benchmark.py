@@ -1,5 +1,6 @@
 """benchmarks/ragged.py: its cases, a run on small layers, and its message about contestants that are left out."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import ragged, ragged_cases
+from benchmarks import grouped_chart, plot, ragged, ragged_cases
 from benchmarks.ragged_cases import CASES, SIZES, Case
 from jax_splitk.kernels.cpu import ragged as host
 
@@ -80,3 +81,30 @@ def test_other_cases_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cases=forwards; accepted: " in capsys.readouterr().err
     assert ragged.main(["--cases", "decoding", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
+
+
+def test_the_chart_has_the_rates_of_training_layers(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TFLOP/s are the operations over each contestant's time; lax has no bar where it was left out."""
+    times = {"ours": {"us": 2.0}, "torch": {"us": 4.0}}
+    layer = dataclasses.asdict(Case(64, 8, 16, 4, "forward"))
+    results = [
+        {"name": str(number), "case": layer | changes, "tflops": 600.0, "ours": times["ours"], "times": {"random": of}}
+        for number, (changes, of) in enumerate((
+            ({}, times), ({"which": "lhs_gradient"}, times | {"lax": {"us": 40.0}}), ({"out_dtype": "float32"}, times),
+            ({"kind": "decoding"}, times),
+        ))
+    ]  # fmt: skip
+    report = {"benchmark": "ragged", "environment": {"device_kind": "H200"}, "results": results}
+    assert grouped_chart.table(report).splitlines()[2:] == [
+        "| forward | 64 x 8 x 16 / 4 | 600 | 300 | - |",
+        "| gradient of lhs | 64 x 8 x 16 / 4 | 600 | 300 | 30 |",
+    ]
+    forward, back = grouped_chart.chart(report).axes
+    assert [len(bars) for bars in forward.containers] == [1, 1, 0]
+    assert [bars[0].get_width() for bars in back.containers] == [600, 300, 30]  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(ValueError, match="no layer in training"):
+        grouped_chart.chart(report | {"results": results[2:]})
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert plot.main([str(tmp_path / "report.json"), str(tmp_path / "text.txt")]) == 2
+    assert "a report of benchmarks.ragged has no medians" in capsys.readouterr().err
+    assert plot.main([str(tmp_path / "report.json"), "--rows", "4", str(tmp_path / "plot.svg")]) == 2

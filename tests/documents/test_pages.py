@@ -25,6 +25,7 @@ REPORTS = (
     "conv_h200*.json",
     "models_h200*.json",
     "dot_h200.json",
+    "ragged_h200.json",
     "quantized_h200_[0-9]*.json",
     "quantized_h200_e4m3_*.json",
 )

@@ -162,6 +162,41 @@ def test_dtypes_are_laxs(preferred: Any) -> None:
         np.testing.assert_array_equal(ours, theirs, err_msg=str(pair))
 
 
+_EVERY_DTYPE = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int16", "int32", "uint32", "int64")
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(_EVERY_DTYPE, repeat=2)), ids="-".join)
+def test_the_result_of_any_two_dtypes_has_laxs_dtype(pair: tuple[str, str]) -> None:
+    """lax refuses two integer dtypes of one width that differ in sign alone; so does ours."""
+    with jax.enable_x64(True):
+        x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((6, 3), (3, 3, 4)), pair, strict=True))
+        sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+        def dtype_of(product: Any) -> Any:
+            try:
+                return jax.eval_shape(product, x, w, sizes).dtype
+            except TypeError as refused:
+                return str(refused)
+
+        assert dtype_of(jax_splitk.ragged_dot) == dtype_of(lax.ragged_dot)
+
+
+def test_a_trace_asks_lax_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lax checks each combination of shapes once."""
+    asked, check = [], jax.eval_shape
+    monkeypatch.setattr(jax, "eval_shape", lambda *args: (asked.append(args), check(*args))[1])
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((61, 3), (3, 3, 4), (61, 4))]
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def layer(x: jax.Array, w: jax.Array, y: jax.Array, sizes: jax.Array) -> Any:
+        out = jax_splitk.ragged_dot(x, w, sizes) + y
+        return out, jax_splitk.dot_general(x, out, (((0,), (0,)), ((), ())))
+
+    for _ in range(3):
+        jax.make_jaxpr(functools.partial(layer))(*types, sizes)
+    assert len(asked) == 2
+
+
 def test_float64() -> None:
     rng, sizes = generator(407), [2, 0, 3]
     with jax.enable_x64(True):

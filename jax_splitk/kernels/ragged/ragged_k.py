@@ -24,6 +24,9 @@ _FEW, _LEAST = 3, 8
 _MAX_UNITS = 2**30
 _MAX_TILES = 2**15, 2**16  # rows and columns of tiles of a matrix, which share an int in device code
 _ADD_THREADS, _ADD_BLOCKS = 256, 8
+# Stages that the tensor cores add in a row at precision "highest", whose rows are parts of float32 numbers
+# (`ragged_parts`): truncation then costs at most 1.6 times what the rounding of a sum in float32 does.
+_EXACT_CHAIN = 4
 
 
 def tile_counts(problem: RaggedDotProblem, config: Config) -> tuple[int, int]:
@@ -42,6 +45,13 @@ def may_cut(problem: RaggedDotProblem, config: Config) -> bool:
     count = math.prod(tile_counts(problem, config))
     # One group has at most all of the stages, and a worker has its share of the group's own tiles at least.
     return count % config.workers != 0 and count < _FEW * config.workers and problem.m > (2 * _LEAST - 1) * BLOCK
+
+
+def chain_stages(problem: RaggedDotProblem) -> int | None:
+    """The most stages that the tensor cores add in a row; None for any number. They truncate their sums."""
+    if problem.precision == "highest":
+        return _EXACT_CHAIN
+    return MAX_FLOAT32_CHAIN if problem.out_dtype == "float32" else None
 
 
 def _slots(problem: RaggedDotProblem, config: Config) -> int:
@@ -84,9 +94,13 @@ class RaggedK(RaggedFamily):
         stages = int(total / config.workers) + 1
         turns = max(1.0, rows * columns * p.groups / config.workers)
         is_cut = turns < _FEW and rows * columns % config.workers != 0
-        slots = _slots(p, config) * config.tile_m * config.tile_n * 4
+        tile_bytes = config.tile_m * config.tile_n * 4
+        slots = _slots(p, config) * tile_bytes
+        work = config.stage_work(stages, max(config.stages, stages), 1)
+        if p.precision == "highest":  # the sums of each chain go to memory and back
+            work["l2_bytes"] += stages / _EXACT_CHAIN * 2 * tile_bytes
         return Work(
-            **config.stage_work(stages, max(config.stages, stages), 1),
+            **work,
             rows=stages * config.stage_bytes / 128,
             memory_bytes=p.bytes_moved,
             waves=1,
@@ -100,7 +114,8 @@ class RaggedK(RaggedFamily):
 
     def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
         """Bytes of the slots for fp32 sums of a tile: see ragged_k.cu."""
-        is_long = problem.out_dtype == "float32" and problem.m > MAX_FLOAT32_CHAIN * BLOCK
+        chain = chain_stages(problem)
+        is_long = chain is not None and problem.m > chain * BLOCK
         slots = _slots(problem, config) + (config.workers if is_long else 0)
         return slots * config.tile_m * config.tile_n * 4
 
@@ -116,7 +131,7 @@ class RaggedK(RaggedFamily):
             "PIECE_STAGES": _LEAST,
             "SLOTS": _slots(problem, config),
         }
-        chain = {"CHAIN_STAGES": MAX_FLOAT32_CHAIN if problem.out_dtype == "float32" else 2**30}
+        chain = {"CHAIN_STAGES": chain_stages(problem) or 2**30}
         return {**super().macros(problem, config), "WORKERS": config.workers, **schedule, **chain}
 
     def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
