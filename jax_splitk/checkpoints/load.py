@@ -139,7 +139,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, pack: bool = False, format:
 
     The values are equal bit for bit: `dequantize(weight, dtype)` rounds as the library does.
 
-    Act-order (GPTQ's `desc_act`): the value is a PermutedWeight, which has the order of x's features.
+    A product is `x @ weight`. Act-order (GPTQ's `desc_act`): the value is a PermutedWeight, which has the order of x's
+    features.
 
     gpt-oss's `gate_up_proj` has the gates in even features and the linear parts in odd ones, as in the file.
 

@@ -11,18 +11,18 @@ from jax import numpy as jnp
 
 from jax_splitk.checkpoints.folder import Description, Tensors
 from jax_splitk.checkpoints.safetensors_file import CheckpointError
-from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, brief
-from jax_splitk.quantized.packing import PackedWeight, prepack
+from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, Weight, brief
+from jax_splitk.quantized.packed_weight import PackedWeight, prepack
 from jax_splitk.runtime.computation import one_computation
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "order"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PermutedWeight:
+class PermutedWeight(Weight):
     """A weight whose rows are in another order than the features of x: GPTQ's act-order (`desc_act`).
 
     Its groups are not contiguous in x's order. So the rows are sorted by group, and a product takes x's features in the
-    same order: `jax_splitk.quantized_matmul(x[..., w.order], w.weight)`. It is a pytree.
+    same order: `x @ w` is `jax_splitk.quantized_matmul(x[..., w.order], w.weight)`. It is a pytree.
 
     Attributes:
       weight: a QuantizedArray or PackedWeight [k, features] with sorted rows.
@@ -31,12 +31,15 @@ class PermutedWeight:
     Examples:
       >>> q = jax_splitk.QuantizedArray(jnp.eye(64, dtype=jnp.int8), jnp.ones((2, 64)))
       >>> w = jax_splitk.PermutedWeight(q, jnp.arange(64)[::-1])
-      >>> jax_splitk.quantized_matmul(jnp.arange(64.0)[None, w.order], w.weight)[0, 0]
+      >>> (jnp.arange(64.0)[None] @ w)[0, 0]
       Array(63., dtype=float32)
     """
 
     weight: Any
     order: Any
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return jnp.take(jnp.asarray(other), self.order, axis=-1) @ self.weight
 
     def __repr__(self) -> str:
         return f"PermutedWeight({self.weight!r}, order={brief(self.order)})"
@@ -88,22 +91,9 @@ def _made(
 
 
 def packed(q: QuantizedArray) -> QuantizedArray | PackedWeight:
-    """The packed weight; `q` itself if kernels do not take its groups. Longer groups than kernels take become several
-    of equal scale, which is exact."""
+    """The packed weight; `q` itself if kernels do not take its groups."""
     k, groups = q.shape[0], q.scale.shape[0]
-    group = k // groups if groups else 0
-    if group == 0:
-        return q
-    if groups > 1 and group not in GROUP_SIZES:
-        size = max((size for size in GROUP_SIZES if group % size == 0), default=0)
-        if size == 0:
-            return q
-        q = dataclasses.replace(q, **_leaves(q, lambda leaf: jnp.repeat(leaf, group // size, axis=0)))
-    return prepack(q)
-
-
-def _leaves(q: QuantizedArray, change: Callable[[Any], Any]) -> dict[str, Any]:
-    return {"scale": change(q.scale), "zero_point": None if q.zero_point is None else change(q.zero_point)}
+    return prepack(q) if groups == 1 or k // groups % min(GROUP_SIZES) == 0 else q
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,8 +78,7 @@ def values(weight: Any, dtype: Any) -> np.ndarray:
         found[np.asarray(weight.order)] = sorted_rows
         return found
     if isinstance(weight, PackedWeight):
-        unpack = jax_splitk.unpack
-        weight = jax.vmap(unpack)(weight) if weight.words.ndim == 4 else unpack(weight)
+        weight = jax_splitk.unpack(weight)
     assert isinstance(weight, QuantizedArray)
     return np.asarray(jax_splitk.dequantize(weight, dtype))
 
@@ -105,6 +104,7 @@ def test_values_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> N
         (weight,) = packed.read().values()
         inner = weight.weight if isinstance(weight, PermutedWeight) else weight
         assert isinstance(inner, QuantizedArray if name in LEFT_UNPACKED else PackedWeight)
+        assert weight.shape == written.expected.shape
         same_bits(values(weight, written.expected.dtype), written.expected)
 
 
@@ -195,7 +195,10 @@ def test_product_with_act_order(name: str, pack: bool, tmp_path: pathlib.Path) -
         written = drawn(name, rng)
         (weight,) = jax_splitk.load_checkpoint(writers.save(tmp_path, written), pack=pack).values()
         x = rng.integers(-3, 4, (5, weight.shape[0])).astype(np.float32)
-        y = jax.jit(lambda x, w: jax_splitk.quantized_matmul(x[..., w.order], w.weight))(x, weight)
+        y = jax.jit(lambda x, w: x @ w)(x, weight)
+        given = jax_splitk.quantized_matmul(x[..., weight.order], weight.weight)
+        np.testing.assert_array_equal(y, given)
+        np.testing.assert_array_equal(y, x @ weight)  # with NumPy's array first
         w = written.expected.astype(np.float64)  # rounded to 16 bits, unlike those of a float32 product
         assert (np.abs(y - x @ w) <= 2**-8 * (np.abs(x) @ np.abs(w))).all()
 
