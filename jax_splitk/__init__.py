@@ -18,6 +18,9 @@ if _module != "jax_splitk" and not _script:
 
     _requirements.check(__version__)
 
+    from jax_splitk.checkpoints.load import Checkpoint, load_checkpoint
+    from jax_splitk.checkpoints.safetensors_file import CheckpointError
+    from jax_splitk.checkpoints.weight import PermutedWeight
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
@@ -38,8 +41,11 @@ if _module != "jax_splitk" and not _script:
 
 __all__ = [
     "EXPORT_CHECKS",
+    "Checkpoint",
+    "CheckpointError",
     "FrozenCacheMiss",
     "PackedWeight",
+    "PermutedWeight",
     "QuantizedArray",
     "TuningResult",
     "conv_dgrad",
@@ -51,6 +57,7 @@ __all__ = [
     "dot_general",
     "explain",
     "intercept",
+    "load_checkpoint",
     "matmul",
     "options",
     "prepack",

@@ -1,0 +1,1 @@
+"""Reading of model checkpoints: safetensors files, and the formats of quantized weights in them."""
