@@ -63,7 +63,6 @@ FORMATS: dict[str, Callable[[np.random.Generator, int, int], Written]] = {
     "int8": writers.int8,
     "int8, zeros": lambda rng, k, n: writers.int8(rng, k, n, zeros=True),
 }
-LEFT_UNPACKED = {"nvfp4, compressed-tensors", "nvfp4, modelopt", "nvfp4, experts"}
 
 
 def drawn(name: str, rng: np.random.Generator) -> Written:
@@ -103,7 +102,7 @@ def test_values_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> N
         same_bits(values(weight, written.expected.dtype), written.expected)
         (weight,) = packed.read().values()
         inner = weight.weight if isinstance(weight, PermutedWeight) else weight
-        assert isinstance(inner, QuantizedArray if name in LEFT_UNPACKED else PackedWeight)
+        assert isinstance(inner, PackedWeight)
         assert weight.shape == written.expected.shape
         same_bits(values(weight, written.expected.dtype), written.expected)
 
