@@ -17,6 +17,8 @@ demo: $(VENV)/demo
 demo-quantized: $(VENV)/demo
 	@echo "== examples/quantized_digits.py: a network is quantized to int4, and adapters are trained on it"
 	@$(BIN)/python examples/quantized_digits.py
+	@echo "== examples/serve_checkpoint.py: checkpoints of seven 4- and 8-bit formats are read and generate text"
+	@$(BIN)/python examples/serve_checkpoint.py
 
 # Every promise, on the cases that differ the most. What else there is, and more machine code: test-all.
 test: $(VENV)/installed

@@ -41,6 +41,18 @@ def test_a_mixture_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^loss [\d.]+ -> [\d.]+, apart from lax's by [\d.]+e-\d\d$", shown, re.MULTILINE), shown
 
 
+@pytest.mark.filterwarnings("default")
+def test_checkpoints_of_every_format(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It exits with an error where packed weights choose another token than dequantized ones, or lose too much."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / "serve_checkpoint.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    rows = re.findall(r"^(\S.*?) +(\d+) +([\d.]+) +100%  The following ", shown, re.MULTILINE)
+    assert len(rows) == 8, shown
+    plain, *quantized = (int(kilobytes) for _, kilobytes, _ in rows)
+    assert all(kilobytes < 0.55 * plain for kilobytes in quantized), shown
+
+
 @pytest.mark.exhaustive
 def test_quantized_digits() -> None:
     """It exits with an error if it misses its own bounds."""
