@@ -281,9 +281,7 @@ def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
 # ---- the log -------------------------------------------------------------------------------------------------------
 
 
-def test_each_outcome_is_announced_once_per_problem(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_outcome_is_announced_once_per_problem(caplog: pytest.LogCaptureFixture) -> None:
     ours, fallback = choose(PROBLEM, DEFAULT_CUDA), choose(PROBLEM, A100)
     other = choose(dataclasses.replace(PROBLEM, batch=16), DEFAULT_CUDA)
     with caplog.at_level(logging.INFO, "jax_splitk"):
