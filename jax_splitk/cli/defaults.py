@@ -57,29 +57,22 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list) else 1
 
 
-def _dot_general(fields: Mapping[str, Any]) -> dict[str, Any]:
-    dtype = fields.get("dtype", "bfloat16")
-    out_dtype = "bfloat16" if dtype == "float8_e4m3fn" else dtype
-    return {"batch": 1, "lhs_order": "bmk", "rhs_order": "bkn", "dtype": dtype, "out_dtype": out_dtype, **fields}
+def _product(dtype_field: str, **others: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Completes the fields of a product: its operand's dtype, which the result has unless it has 8 bits, and others."""
 
+    def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
+        dtype = fields.get(dtype_field, "bfloat16")
+        out_dtype = "bfloat16" if dtype == "float8_e4m3fn" else dtype
+        return {dtype_field: dtype, "out_dtype": out_dtype, **others, **fields}
 
-def _ragged_dot(fields: Mapping[str, Any]) -> dict[str, Any]:
-    dtype = fields.get("dtype", "bfloat16")
-    out_dtype = "bfloat16" if dtype == "float8_e4m3fn" else dtype
-    return {"mode": "forward", "dtype": dtype, "out_dtype": out_dtype, **fields}
-
-
-def _quantized_matmul(fields: Mapping[str, Any]) -> dict[str, Any]:
-    x_dtype = fields.get("x_dtype", "bfloat16")
-    out_dtype = "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype
-    return {"x_dtype": x_dtype, "out_dtype": out_dtype, "scale_dtype": "bfloat16", **fields}
+    return completed
 
 
 _COMPLETE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "conv_fprop": _convolution,
     "conv_dgrad": _convolution,
     "conv_wgrad": _convolution,
-    "dot_general": _dot_general,
-    "quantized_matmul": _quantized_matmul,
-    "ragged_dot": _ragged_dot,
+    "dot_general": _product("dtype", batch=1, lhs_order="bmk", rhs_order="bkn"),
+    "quantized_matmul": _product("x_dtype", scale_dtype="bfloat16"),
+    "ragged_dot": _product("dtype", mode="forward"),
 }

@@ -32,7 +32,7 @@ from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options, check_options
 from tests import cubin
-from tests.kernels.conv import emulated
+from tests.kernels import emulated
 from tests.tuning_cache import isolate
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel"

@@ -127,7 +127,7 @@ def test_where_the_platform_is_known_the_trace_begins(compilations: Compilations
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_look_at_a_trace_begins_nothing(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_at_a_trace_begins_nothing(compilations: Compilations) -> None:
     run, args = program(*CASES)
     assert len(jax_splitk.explain(run, args, platform="cuda").decisions) == 4
     assert compiler.pool._futures == {}

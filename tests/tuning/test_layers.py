@@ -87,7 +87,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path, tmp_pa
     assert why.startswith("the cost model's best of ")
 
 
-def test_a_damaged_layer_is_passed_over(monkeypatch: pytest.MonkeyPatch, cache: pathlib.Path) -> None:
+def test_a_damaged_layer_is_passed_over(cache: pathlib.Path) -> None:
     key = key_for(CASE.problem(), CPU)
     put(cache, key, entry_of(key, TWO).dumps()[:-20])
     ship(key, Candidate(wgrad_host.FAMILY, FIVE))

@@ -116,7 +116,7 @@ def test_a_decision_under_a_smaller_limit_does_not_replace_one_under_a_larger() 
 
 
 def test_an_earlier_versions_cache_is_a_miss_that_is_told_once(
-    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = cache / "tuning" / "0241a7bd34d5e2a8" / "015fddad699d1d03c985924096498358f1665a26.json"
     old.parent.mkdir(parents=True)

@@ -114,9 +114,7 @@ def test_a_result_rules_inside_its_block() -> None:
     assert current() == Options()
 
 
-def test_a_result_for_other_circumstances_is_passed_over_with_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_result_for_other_circumstances_is_passed_over_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
     lhs, g, _ = operands(generator(18))
     key = key_for(CASE.problem(), CPU)
     elsewhere = dataclasses.replace(key, environment=dataclasses.replace(key.environment, device_kind="z80", cores=1))

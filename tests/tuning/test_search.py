@@ -134,7 +134,7 @@ def test_a_wrong_candidate_does_not_win(fault: str, monkeypatch: pytest.MonkeyPa
     assert failure.error.startswith("differs from XLA's: relative error")
 
 
-def test_xlas_own_error_is_accepted_and_twice_that_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xlas_own_error_is_accepted_and_twice_that_of_ours() -> None:
     """XLA's kernels differ among themselves on long sums. Results that none of them could give are refused."""
     key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
     bench = Bench(key.problem, "cpu", threading.Event())

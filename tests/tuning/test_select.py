@@ -27,6 +27,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import IMPLEMENTATIONS, Options, check_options
 from jax_splitk.tuning.select import announce, code_of, select
+from tests.kernels.conv.tried import IM2COL
 from tests.tuning_cache import finish, isolate, start
 
 CPU = Target("cpu", "cpu", "", 4)
@@ -280,9 +281,7 @@ def test_the_suite_is_in_the_shipped_table(case: cases.Case) -> None:
 # ---- the log -------------------------------------------------------------------------------------------------------
 
 
-def test_each_outcome_is_announced_once_per_problem(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_outcome_is_announced_once_per_problem(caplog: pytest.LogCaptureFixture) -> None:
     ours, fallback = choose(PROBLEM, DEFAULT_CUDA), choose(PROBLEM, A100)
     other = choose(dataclasses.replace(PROBLEM, batch=16), DEFAULT_CUDA)
     with caplog.at_level(logging.INFO, "jax_splitk"):
@@ -346,33 +345,25 @@ def test_problems_that_differ_read_differently() -> None:
 # ---- determinism ---------------------------------------------------------------------------------------------------
 
 
-def test_every_process_chooses_the_same() -> None:
-    script = """
-import json
-from benchmarks import cases
-from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning.options import Options
-from jax_splitk.tuning.select import select
-out = []
-for case in cases.WGRAD_CASES:
-    for target in (DEFAULT_CUDA, Target("cpu", "cpu", "", 4)):
-        for limit in (None, 10**6):
-            choice = select(case.problem(), target, Options(workspace_limit_bytes=limit))
-            what = [choice.implementation, repr(choice.config), choice.workspace_bytes, choice.why]
-            out.append([str(choice.problem), *what])
-print(json.dumps(out))
-"""
-    environments = ({"PYTHONHASHSEED": seed} for seed in ("1", "2"))
-    results = [found for found, _ in finish(*(start(script, environment=each) for each in environments))]
-    assert results[0] == results[1]
-    here = [
-        [str(c.problem), c.implementation, repr(c.config), c.workspace_bytes, c.why]
+def decisions() -> list[str]:
+    """Choices for the suite, and the candidates of a forward pass: among equal estimates the first one is chosen."""
+    choices = [
+        choose(case.problem(), target, workspace_limit_bytes=limit)
         for case in cases.WGRAD_CASES
         for target in (DEFAULT_CUDA, CPU)
         for limit in (None, 10**6)
-        for c in [choose(case.problem(), target, workspace_limit_bytes=limit)]
     ]
-    assert here == results[0]
+    volume = IM2COL.networks[5]
+    assert volume.rank == 3
+    described = [f"{choice} {choice.workspace_bytes} {choice.why}" for choice in choices]
+    return [*described, *map(repr, IM2COL.of(volume).candidates(volume, DEFAULT_CUDA))]
+
+
+def test_every_process_decides_the_same() -> None:
+    script = "import json; from tests.tuning.test_select import decisions; print(json.dumps(decisions()))"
+    environments = ({"PYTHONHASHSEED": seed} for seed in ("1", "2"))
+    for found, _ in finish(*(start(script, environment=each) for each in environments)):
+        assert found == decisions()
 
 
 def test_the_number_of_cores_matters_and_the_name_does_not() -> None:

@@ -68,11 +68,6 @@ def features(problem: Problem, target: Target) -> Features:
     return _FEATURES[problem.op](problem, _Share(cores, cost_model.memory_share(target)))
 
 
-def class_of(problem: Problem) -> str:
-    """The problem's class; "empty" if there is nothing to compute."""
-    return features(problem, DEFAULT_CUDA).name if problem.flops else "empty"
-
-
 @dataclasses.dataclass(frozen=True)
 class Learned:
     """The result of a fit to XLA's times.

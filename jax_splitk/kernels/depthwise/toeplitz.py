@@ -38,7 +38,6 @@ _SM_SHARED_BYTES = 228 * 1024
 _RESERVED_BYTES = 1024  # of an SM for each thread block, by Hopper
 _REGISTERS = 65536  # of an SM
 _MAX_CANDIDATES, _MAX_OF_KIND = 32, 4
-_BARRIER_CLOCKS = 250  # from the last product of a stage to the first of the next
 # Pitches of channels and of eights of channels, modulo 8, by eights of a thread block.
 _PITCHES = {1: (4, 0), 2: (2, 4), 4: (1, 2)}
 

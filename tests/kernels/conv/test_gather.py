@@ -11,7 +11,7 @@ from jax_splitk.kernels.gather.fprop import FAMILY
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.exhaustive import thinned
-from tests.kernels.conv import emulated
+from tests.kernels import emulated
 from tests.kernels.conv.tried import GATHER
 
 

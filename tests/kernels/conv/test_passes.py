@@ -9,7 +9,7 @@ import pytest
 
 from jax_splitk.problems.conv_wgrad import conv_output_spatial
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests.kernels.conv import emulated
+from tests.kernels import emulated
 from tests.kernels.conv.tried import FAMILIES, KINDS, Tried
 from tests.problems import seeded
 

@@ -1,6 +1,5 @@
 """The kernel of docs/add-a-kernel.md: short, exact in the emulator, and compiled without a spill."""
 
-import pathlib
 import re
 from typing import Any
 
@@ -61,6 +60,6 @@ def test_it_compiles_without_a_spill(family: Any) -> None:
         )
 
 
-def test_its_refusals(family: Any, tmp_path: pathlib.Path) -> None:
+def test_its_refusals(family: Any) -> None:
     assert "multiples of 8" in family.refusal(problem(64, 64, 36))
     assert "accepted" in family.refusal(DotProblem(2, 64, 64, 64, "bmk", "bkn", "bfloat16", "bfloat16"))

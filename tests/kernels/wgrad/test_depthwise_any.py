@@ -11,7 +11,7 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, random_problems
 from tests.exhaustive import thinned
-from tests.kernels.conv import emulated
+from tests.kernels import emulated
 from tests.problems import conv, seeded
 
 
@@ -69,15 +69,6 @@ def test_what_is_not_finite_reaches_only_what_depends_on_it(p: ConvWgradProblem,
             out = result(p, config, lhs, g).astype(np.float64)
             assert not np.isfinite(out[certain]).any(), f"{value} at {in_lhs} and {in_g}"
             np.testing.assert_array_equal(out[~possible], exact[~possible], err_msg=f"{value} at {in_lhs} and {in_g}")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(10))
-def test_random_problems(seed: int) -> None:
-    with seeded(1000 + seed) as rng:
-        p = next(random_problems.draws(rng, "depthwise_any"))
-        configs = FAMILY.candidates(p, DEFAULT_CUDA)
-        emulated.check(FAMILY, p, configs[int(rng.integers(len(configs)))], int(rng.integers(2**31)))
 
 
 def test_a_thread_slides_where_the_image_is_long() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jax_splitk.kernels.depthwise import wgrad as depthwise
@@ -12,10 +11,11 @@ from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.kernels.grouped import wgrad as grouped
 from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import emulator, random_problems
+from tests import random_problems
 from tests.every_kernel import Run
 from tests.exhaustive import thinned
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS
+from tests.kernels import emulated
 from tests.problems import conv, seeded
 
 MOST_FLOPS = 4e6  # of random problems
@@ -75,17 +75,9 @@ def of_gather() -> list[Run]:
     return [Run(gather.FAMILY, p, gather.FAMILY.candidates(p, DEFAULT_CUDA)[6 * i]) for i, p in enumerate(problems)]
 
 
-def check(run: Run, seed: int) -> None:
-    assert run.family.refusal(run.problem, run.config) is None, run
-    operands, exact = run.operands()
-    out = np.zeros(exact.shape, exact.dtype)
-    emulator.run(run.plan, operands, [out], seed)
-    np.testing.assert_array_equal(out, exact, err_msg=f"{run.problem} {run}")
-
-
 @pytest.mark.parametrize("run", thinned(of_gather() + of_tf32() + of_depthwise() + of_grouped(), 12))
 def test_exact_on_integers(run: Run) -> None:
-    check(run, seed=1)
+    emulated.check(run.family, run.problem, run.config, seed=1)
 
 
 @pytest.mark.exhaustive
@@ -95,4 +87,4 @@ def test_random_problems_are_exact(kind: str) -> None:
     with seeded(31) as rng:
         p = next(p for p in random_problems.draws(rng, kind) if p.flops < MOST_FLOPS)
         configs = family.candidates(p, DEFAULT_CUDA)
-        check(Run(family, p, configs[int(rng.integers(len(configs)))]), int(rng.integers(2**16)))
+        emulated.check(family, p, configs[int(rng.integers(len(configs)))], int(rng.integers(2**31)))
