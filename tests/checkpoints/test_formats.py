@@ -107,6 +107,18 @@ def test_values_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> N
         same_bits(values(weight, written.expected.dtype), written.expected)
 
 
+@pytest.mark.parametrize("name", list(FORMATS)[::3])
+def test_strict_promotion_and_transfers(name: str, tmp_path: pathlib.Path) -> None:
+    with seeded(99) as rng:
+        folder = writers.save(tmp_path, drawn(name, rng))
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.transfer_guard("disallow"),
+    ):
+        jax_splitk.load_checkpoint(folder, pack=True).read()
+
+
 @pytest.mark.parametrize(("name", "qtype", "zero"), [
     ("gptq, version 1", "uint4", "uint8"),
     ("gptq, symmetric", "int4", None),
