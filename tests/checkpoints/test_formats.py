@@ -158,6 +158,14 @@ def test_packing_divides_groups_that_kernels_do_not_take(group: int, tmp_path: p
         same_bits(values(weight, np.float16), written.expected)
 
 
+def test_groups_that_cannot_be_packed_stay_quantized_arrays(tmp_path: pathlib.Path) -> None:
+    with seeded(108) as rng:
+        written = writers.gptq(rng, 48, 16, 24)
+        (weight,) = jax_splitk.load_checkpoint(writers.save(tmp_path, written), pack=True).values()
+        assert isinstance(weight, QuantizedArray) and weight.group_size == 24
+        same_bits(values(weight, np.float16), written.expected)
+
+
 def test_scales_of_mxfp4_are_every_power_of_two_and_nan(tmp_path: pathlib.Path) -> None:
     """2**-127 is subnormal, and byte 255 is NaN. XLA may take subnormal numbers for 0, so the scale itself is
     compared."""
