@@ -34,7 +34,7 @@ def unpacked(words: jax.Array, bits: int, begins: Sequence[int], axis: int = -1)
     """
     axis %= words.ndim
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32 if words.dtype.itemsize == 4 else jnp.uint8)
-    where = jnp.asarray(begins, unsigned.dtype).reshape(-1, *[1] * (words.ndim - 1 - axis))
+    where = jnp.asarray(begins, unsigned.dtype).reshape([-1 if i == axis + 1 else 1 for i in range(words.ndim + 1)])
     codes = (jnp.expand_dims(unsigned, axis + 1) >> where) & unsigned.dtype.type(2**bits - 1)
     sizes = (*words.shape[:axis], words.shape[axis] * len(begins), *words.shape[axis + 1 :])
     return codes.astype(jnp.uint8).reshape(sizes)

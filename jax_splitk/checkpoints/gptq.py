@@ -3,6 +3,9 @@
 `qweight` int32 [k / 8, n] holds row 8 r + i in nibble i of row r; `qzeros` int32 [groups, n / 8]; `scales` [groups, n];
 `g_idx` int32 [k], the group of each row. With 8 bits a word has 4 elements. Version 1 (`checkpoint_format` "gptq")
 stores the zero point minus 1, version 2 ("gptq_v2") the zero point.
+
+Version 1 stores the zero point 0 as 15. AutoGPTQ, and vLLM's kernels, read that as 16. GPTQModel subtracts and adds 1
+with a borrow or carry to the next zero point of the word, so that it reads what it wrote; its files name it.
 """
 
 import functools
@@ -39,14 +42,19 @@ def _parts(module: Module, found: qweight.Sizes) -> Parts:
     _check_zeros(module, found, group, version)
     added = 1 if version == 1 else 0  # to what is stored
     symmetric = qweight.all_are(zeros, found.bits, 2 ** (found.bits - 1) - added)
+    carries = added == 1 and "gptqmodel" in str(module.about.fields.get("meta")).lower()
     arrays = (words, module.array(".scales"), None if symmetric else zeros, order)
-    return Parts(_build, arrays, (found.bits, group, added), order=order)
+    return Parts(_build, arrays, (found.bits, group, added, carries), order=order)
 
 
-def _build(words: Any, scale: Any, zeros: Any, order: Any, bits: int, group: int, added: int) -> QuantizedArray:
+def _build(
+    words: Any, scale: Any, zeros: Any, order: Any, bits: int, group: int, added: int, carries: bool
+) -> QuantizedArray:
     codes = unpacked(words, bits, shifts(bits), axis=0)
     if order is not None:
         codes = jnp.take(codes, order, axis=0)
+    if zeros is not None and carries:
+        zeros, added = zeros + np.int32(sum(1 << begin for begin in shifts(bits))), 0
     if zeros is not None:
         zeros = unpacked(zeros, bits, shifts(bits)).astype(jnp.int16) + added  # up to 2**bits
     return with_zeros(codes, scale, zeros, group, bits)

@@ -148,8 +148,9 @@ def load_checkpoint(path: str | os.PathLike[str], *, pack: bool = False, format:
       path: a folder as Hugging Face's libraries write it, with config.json and one or several safetensors files, or one
         such file. The files must not change while they are in use.
       pack: True puts every weight on the default device, and packs quantized ones (`jax_splitk.prepack`). Groups of
-        more than 128 become groups of 128 of equal scale. With False quantized weights are QuantizedArrays on the
-        default device, others NumPy arrays in the mapped file.
+        more than 128 become groups of 128 of equal scale. A weight whose groups are no multiple of 16 stays a
+        QuantizedArray. With False quantized weights are QuantizedArrays on the default device, others NumPy arrays in
+        the mapped file.
       format: the quantization method, instead of what the files say: "gptq" (version 1), "gptq_v2", "awq",
         "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt" or "fp8". GPTQ's zero points are then not compared
         with its versions.

@@ -74,8 +74,8 @@ class Parts:
 
     def read(self, pack: bool) -> QuantizedArray | PackedWeight | PermutedWeight:
         """The weight on the default device, from one computation."""
-        made = _made(self.build, self.static, self.stacked, pack, self.arrays)
-        return made if self.order is None else PermutedWeight(made, jnp.asarray(self.order, jnp.int32))
+        made = _made(self.build, self.static, self.stacked, pack, jax.device_put(self.arrays))
+        return made if self.order is None else PermutedWeight(made, jax.device_put(self.order))
 
 
 @one_computation(0, 1, 2, 3)

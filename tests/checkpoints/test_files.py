@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import struct
 from typing import Any
 
@@ -152,6 +153,36 @@ def test_every_dtype(tmp_path: pathlib.Path) -> None:
         for name, array in tensors.items():
             assert file.array(name).dtype == array.dtype and np.array_equal(file.array(name), array)
             assert not file.array(name).flags.writeable
+
+
+def resident(file: pathlib.Path) -> int:
+    """Bytes of a mapped file in this process's memory."""
+    found, inside = 0, False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_reading_keeps_no_pages_of_the_file(pack: bool, tmp_path: pathlib.Path) -> None:
+    """So the host's memory holds one weight at a time, however large the files are."""
+    size = (1024, 4096)  # 2 MiB of elements each
+    tensors = {}
+    for i in range(4):
+        tensors[f"{i}.qweight"] = generator(i).integers(0, 2**31, (size[0] // 8, size[1]), np.int32)
+        tensors[f"{i}.qzeros"] = np.full((size[0] // 128, size[1] // 8), 0x77777777, np.int32)
+        tensors[f"{i}.scales"] = np.full((size[0] // 128, size[1]), 0.5, np.float16)
+    file = writers.write(tmp_path, tensors, {"quant_method": "gptq", "bits": 4}) / "model.safetensors"
+    checkpoint = jax_splitk.load_checkpoint(tmp_path, pack=pack)
+    assert resident(file) < 1 << 20
+    for name in checkpoint:
+        assert checkpoint[name].shape == size
+        assert resident(file) < 1 << 20
+    view = SafetensorsFile(str(file)).array("0.qweight")
+    assert view.any() and resident(file) >= view.nbytes, "that is what would be seen"
 
 
 def test_released_pages_are_read_again(tmp_path: pathlib.Path) -> None:

@@ -107,6 +107,18 @@ def test_values_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> N
         same_bits(values(weight, written.expected.dtype), written.expected)
 
 
+@pytest.mark.parametrize("name", list(FORMATS)[::3])
+def test_strict_promotion_and_transfers(name: str, tmp_path: pathlib.Path) -> None:
+    with seeded(99) as rng:
+        folder = writers.save(tmp_path, drawn(name, rng))
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.transfer_guard("disallow"),
+    ):
+        jax_splitk.load_checkpoint(folder, pack=True).read()
+
+
 @pytest.mark.parametrize(("name", "qtype", "zero"), [
     ("gptq, version 1", "uint4", "uint8"),
     ("gptq, symmetric", "int4", None),
@@ -143,6 +155,14 @@ def test_packing_divides_groups_that_kernels_do_not_take(group: int, tmp_path: p
         written = writers.gptq(rng, 2 * group, 16, group)
         (weight,) = jax_splitk.load_checkpoint(writers.save(tmp_path, written), pack=True).values()
         assert weight.group_size == {256: 128, 192: 64, 96: 32}[group]
+        same_bits(values(weight, np.float16), written.expected)
+
+
+def test_groups_that_cannot_be_packed_stay_quantized_arrays(tmp_path: pathlib.Path) -> None:
+    with seeded(108) as rng:
+        written = writers.gptq(rng, 48, 16, 24)
+        (weight,) = jax_splitk.load_checkpoint(writers.save(tmp_path, written), pack=True).values()
+        assert isinstance(weight, QuantizedArray) and weight.group_size == 24
         same_bits(values(weight, np.float16), written.expected)
 
 
