@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 from flax import linen
-from jax import numpy as jnp
 
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes
@@ -126,7 +125,7 @@ def _multiply(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 def _promoted(module: Any, inputs: Any, kernel: Any) -> tuple[Any, Any]:
     """Inputs and bias in the dtype in which the layer computes; the kernel counts with its scale's dtype."""
     bias = linen.meta.unbox(module.get_variable("params", "bias")) if module.use_bias else None
-    inputs, _, bias = module.promote_dtype(inputs, jnp.zeros((), kernel.dtype), bias, dtype=module.dtype)
+    inputs, _, bias = module.promote_dtype(inputs, products.stand_in(kernel), bias, dtype=module.dtype)
     return inputs, bias
 
 

@@ -130,7 +130,7 @@ class _Promotion:
     promote: Callable[..., Any]
 
     def __call__(self, args: Sequence[Any], /, *, dtype: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-        like = tuple(jnp.zeros((), arg.dtype) if is_weight(arg) else arg for arg in args)
+        like = tuple(products.stand_in(arg) if is_weight(arg) else arg for arg in args)
         promoted = self.promote(like, dtype=dtype, **kwargs)
         return tuple(arg if is_weight(arg) else new for arg, new in zip(args, promoted, strict=True))
 

@@ -32,6 +32,12 @@ class Weight:
     def __matmul__(self, other: Any) -> Any:
         raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: x @ w, the activations x first")
 
+    def __getitem__(self, index: Any) -> Any:
+        """`w[...]`, which frameworks read variables by, is the weight itself."""
+        if index is ...:
+            return self
+        raise IndexError(f"index {index!r} of a {type(self).__name__}; accepted: ... (a PackedWeight can be indexed)")
+
     def astype(self: Any, dtype: DTypeLike) -> Any:
         """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""
         to = dtype_of("dtype", dtype, SCALE_DTYPES)

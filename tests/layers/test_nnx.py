@@ -139,6 +139,23 @@ def test_a_param_that_holds_a_packed_weight_multiplies() -> None:
     assert type(layer.kernel) is nnx.Param
 
 
+def test_weights_of_checkpoints_multiply_in_layers() -> None:
+    """Those that are not packed, and those whose rows are in another order."""
+    with seeded(4) as rng:
+        x = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
+        q = jax_splitk.quantize(jnp.asarray(rng.standard_normal((64, 32)), jnp.float32), "int4", group_size=32)
+        order = jnp.asarray(rng.permutation(64))
+        for weight in (q, jax_splitk.prepack(q)):
+            for kernel in (weight, jax_splitk.PermutedWeight(weight, order)):
+                layer = nnx.Linear(64, 32, dtype=jnp.float32, rngs=nnx.Rngs(0))
+                flax_nnx.set_kernel(layer, kernel)
+                assert relative(nnx.jit(lambda layer, x: layer(x))(layer, x), x @ kernel) < 1e-6
+        general = nnx.LinearGeneral(64, 32, axis=0, rngs=nnx.Rngs(0))
+        flax_nnx.set_kernel(general, jax_splitk.PermutedWeight(q, order))
+        with pytest.raises(ValueError, match=r"with a PermutedWeight; accepted: \(\(\(1,\), \(0,\)\)"):
+            general(x.T)
+
+
 def test_gradients_and_optimizers_of_params_leave_packed_kernels_alone() -> None:
     with seeded(3) as rng:
         model = made(rng, models.QwenLayer, False)
