@@ -32,6 +32,8 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+    from jax_splitk.quantized.params import QuantizationReport, QuantizationRule, quantization_report, quantize_params
+    from jax_splitk.quantized.partition import combine, partition
     from jax_splitk.runtime import registration as _registration
     from jax_splitk.tuning.decide import FrozenCacheMiss
     from jax_splitk.tuning.options import options
@@ -46,8 +48,11 @@ __all__ = [
     "FrozenCacheMiss",
     "PackedWeight",
     "PermutedWeight",
+    "QuantizationReport",
+    "QuantizationRule",
     "QuantizedArray",
     "TuningResult",
+    "combine",
     "conv_dgrad",
     "conv_fprop",
     "conv_general_dilated",
@@ -60,8 +65,11 @@ __all__ = [
     "load_checkpoint",
     "matmul",
     "options",
+    "partition",
     "prepack",
+    "quantization_report",
     "quantize",
+    "quantize_params",
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_matmul",

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "jax_splitk"
 FOLDERS = ("jax_splitk", "ffi", "benchmarks", "examples", "tests")
 SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".txt"}
 # From the top down: a module imports those of its own folder and of folders further down.
-LAYERS = ("cli", "checkpoints", "ops", "tuning", "kernels", "problems", "quantized", "runtime")
+LAYERS = ("cli", "layers", "checkpoints", "ops", "tuning", "kernels", "problems", "quantized", "runtime")
 LONGEST_FUNCTION = 50  # lines, of the package, without its docstring
 # What a module of the package may hold that changes.
 STATE = {

@@ -7,8 +7,8 @@ import jax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.ops.quantized_matmul import is_weight, quantized_matmul
-from jax_splitk.quantized.array import unwrapped
+from jax_splitk.ops.quantized_matmul import quantized_matmul
+from jax_splitk.quantized.array import is_weight, unwrapped
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.tuning.options import Implementation

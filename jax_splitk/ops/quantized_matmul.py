@@ -15,7 +15,7 @@ from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
-from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, unwrapped
+from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, is_weight, unwrapped
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, per_feature
 from jax_splitk.runtime import _compat
@@ -116,12 +116,6 @@ def _bias(bias: Any, of_w: "_Axes", middle: int, dtype: np.dtype) -> jax.Array:
 
 
 Weight.product = staticmethod(quantized_matmul)  # here, since a weight's own module lies below its products
-
-
-def is_weight(x: Any) -> bool:
-    """Whether `x` is a quantized weight of any kind."""
-    x = unwrapped(x)
-    return isinstance(x, PackedWeight) or hasattr(x, "qvalue")
 
 
 def _check_order(x: Any, w: Any) -> None:

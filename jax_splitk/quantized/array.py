@@ -32,6 +32,20 @@ class Weight:
     def __matmul__(self, other: Any) -> Any:
         raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: x @ w, the activations x first")
 
+    def __getitem__(self, index: Any) -> Any:
+        """`w[...]`, which frameworks read variables by, is the weight itself."""
+        if index is ...:
+            return self
+        raise IndexError(f"index {index!r} of a {type(self).__name__}; accepted: ... (a PackedWeight can be indexed)")
+
+    def astype(self: Any, dtype: DTypeLike) -> Any:
+        """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""
+        to = dtype_of("dtype", dtype, SCALE_DTYPES)
+        zero_point = self.zero_point
+        if zero_point is not None and jnp.issubdtype(zero_point.dtype, jnp.floating):
+            zero_point = zero_point.astype(to)
+        return dataclasses.replace(self, scale=self.scale.astype(to), zero_point=zero_point)
+
     def __array__(self, *_: Any, **__: Any) -> Any:
         name = type(self).__name__
         dequantized = "dequantize(w)" if name == "QuantizedArray" else "dequantize(jax_splitk.unpack(w))"
@@ -119,9 +133,20 @@ def _bits(dtype: Any) -> int:
 
 
 def unwrapped(w: Any) -> Any:
-    """The array in a leaf of qwix's post-training quantization (`WithAux.array`); any other value unchanged."""
-    array = getattr(w, "array", None)
-    return array if hasattr(array, "qvalue") and not hasattr(w, "qvalue") else w
+    """The quantized weight that a framework's object holds: a leaf of qwix's post-training quantization, a variable of
+    Flax nnx, or a box of Flax linen. Any other value unchanged."""
+    if isinstance(w, Weight):
+        return w
+    # A variable of nnx has the attributes of its value, too. The value of qwix's leaf is the leaf itself.
+    held = w.get_raw_value() if hasattr(w, "get_raw_value") else getattr(w, "array", getattr(w, "value", None))
+    held = unwrapped(held) if held is not None and held is not w else None
+    return held if isinstance(held, Weight) or hasattr(held, "qvalue") else w
+
+
+def is_weight(x: Any) -> bool:
+    """Whether `x` is a quantized weight of any kind, or holds one."""
+    x = unwrapped(x)
+    return isinstance(x, Weight) or hasattr(x, "qvalue")
 
 
 def as_quantized(w: Any) -> QuantizedArray:

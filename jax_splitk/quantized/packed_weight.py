@@ -112,6 +112,30 @@ class PackedWeight(Weight):
         """
         return slicing.reshaped(self, shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
 
+    def transpose(self, *axes: Any) -> "PackedWeight":
+        """The weight with its axes in another order, without a change of the leaves: the stack first, and the
+        contracted axes in the same order as before, and so the others. Without axes: all in reverse order.
+
+        Raises ValueError for any other order.
+        """
+        given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        return slicing.transposed(self, given or tuple(reversed(range(self.ndim))))
+
+    @property
+    def T(self) -> "PackedWeight":
+        return self.transpose()
+
+    def __matmul__(self, x: Any) -> Any:
+        """`w @ x` of a weight whose last axis alone is contracted, such as [features, k], and x of [k] or [k, n]."""
+        ndim = getattr(x, "ndim", None)
+        if self.contracted != (len(self.dims) - 1,) or self.stack or isinstance(x, Weight) or ndim not in (1, 2):
+            raise TypeError(
+                f"PackedWeight @ {type(x).__name__}, w of shape {self.shape} that contracts {self.contracted}; "
+                "accepted: x @ w, the activations x first, or w that contracts its last axis alone, x of [k] or [k, n]"
+            )
+        product = type(self).product(x.T, self)
+        return product if ndim == 1 else jnp.moveaxis(product, 0, -1)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -95,6 +95,22 @@ def reshaped(w: Any, shape: Sequence[Any]) -> Any:
     return dataclasses.replace(w, **moved, dims=tuple(dims), contracted=contracted)
 
 
+def transposed(w: Any, axes: Sequence[Any]) -> Any:
+    """`w.transpose(axes)`: see `PackedWeight.transpose`."""
+    given, depth = f"axes {tuple(axes)} of a PackedWeight of shape {w.shape}, contracted {w.contracted}", len(w.stack)
+    order = [None if integer(axis) is None else integer(axis) % w.ndim for axis in axes]  # pyright: ignore
+    own = [axis - depth for axis in order[depth:] if axis is not None]
+    kept = [axis for axis in own if axis not in w.contracted]
+    contracted = [axis for axis in own if axis in w.contracted]
+    whole = sorted(own) == list(range(len(w.dims))) and order[:depth] == list(range(depth))
+    if not whole or contracted != sorted(contracted) or kept != sorted(kept):
+        raise RefusedValue(
+            f"{given}; accepted: all axes, the stack first, contracted axes in their order, and the others in theirs"
+        )
+    of_new = tuple(i for i, axis in enumerate(own) if axis in w.contracted)
+    return dataclasses.replace(w, dims=tuple(w.dims[axis] for axis in own), contracted=of_new)
+
+
 def _split(sizes: Sequence[int], products: Sequence[int]) -> list[int] | None:
     """How many of the leading sizes make each product, one after the other; None if they do not."""
     counts, at = [], 0
