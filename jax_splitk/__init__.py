@@ -32,6 +32,9 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+    from jax_splitk.quantized.files import load_file, save_file
+    from jax_splitk.quantized.flax_serialization import register_flax_serialization
+    from jax_splitk.quantized.state import from_state, to_state
     from jax_splitk.runtime import registration as _registration
     from jax_splitk.tuning.decide import FrozenCacheMiss
     from jax_splitk.tuning.options import options
@@ -56,8 +59,10 @@ __all__ = [
     "dequantize",
     "dot_general",
     "explain",
+    "from_state",
     "intercept",
     "load_checkpoint",
+    "load_file",
     "matmul",
     "options",
     "prepack",
@@ -67,6 +72,9 @@ __all__ = [
     "quantized_matmul",
     "ragged_dot",
     "ragged_dot_general",
+    "register_flax_serialization",
+    "save_file",
+    "to_state",
     "tune",
     "tune_problems",
     "unpack",
