@@ -19,7 +19,6 @@ if _module != "jax_splitk" and not _script:
     _requirements.check(__version__)
 
     from jax_splitk.checkpoints.load import Checkpoint, load_checkpoint
-    from jax_splitk.checkpoints.safetensors_file import CheckpointError
     from jax_splitk.checkpoints.weight import PermutedWeight
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
@@ -36,6 +35,7 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.quantized.flax_serialization import register_flax_serialization
     from jax_splitk.quantized.state import from_state, to_state
     from jax_splitk.runtime import registration as _registration
+    from jax_splitk.runtime.safetensors_file import CheckpointError
     from jax_splitk.tuning.decide import FrozenCacheMiss
     from jax_splitk.tuning.options import options
     from jax_splitk.tuning.result import TuningResult

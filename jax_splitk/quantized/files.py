@@ -85,6 +85,13 @@ def load_file(path: str | os.PathLike[str], like: Any = None) -> Any:
       ValueError: the file is damaged, or its weights have another layout version; with `like` also another name, type,
         group size, shape or dtype than that of `like`. The message names both.
       OSError: the file cannot be read.
+
+    Examples:
+      >>> import tempfile
+      >>> path = tempfile.mkdtemp() + "/weights.safetensors"
+      >>> jax_splitk.save_file({"layers": [{"norm": jnp.ones(4, jnp.int4)}]}, path)
+      >>> jax_splitk.load_file(path)
+      {'layers': [{'norm': Array([1, 1, 1, 1], dtype=int4)}]}
     """
     file = SafetensorsFile(os.fspath(path))
     try:

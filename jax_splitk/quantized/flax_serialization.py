@@ -14,6 +14,13 @@ def register_flax_serialization() -> None:
     restore into a weight of another type, group size, shape or layout version then raises ValueError.
 
     Raises ImportError if Flax is not installed.
+
+    Examples:
+      >>> from flax import serialization
+      >>> jax_splitk.register_flax_serialization()
+      >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64))
+      >>> serialization.from_bytes(w, serialization.to_bytes(w)).qtype
+      'int4'
     """
     from flax import serialization  # noqa: PLC0415 - an optional dependency
 
