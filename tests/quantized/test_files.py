@@ -22,6 +22,9 @@ from jax_splitk import PackedWeight, QuantizedArray, from_state, load_file, prep
 from jax_splitk.quantized.array import Weight
 from tests.problems import generator
 
+# orbax drops coroutines that it has not awaited where a restore fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 # ---- the kinds of file: what writes a tree, and what reads it, with a target or without ------------------------------
 
 
