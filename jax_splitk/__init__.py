@@ -19,7 +19,6 @@ if _module != "jax_splitk" and not _script:
     _requirements.check(__version__)
 
     from jax_splitk.checkpoints.load import Checkpoint, load_checkpoint
-    from jax_splitk.checkpoints.safetensors_file import CheckpointError
     from jax_splitk.checkpoints.weight import PermutedWeight
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
@@ -32,9 +31,13 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+    from jax_splitk.quantized.files import load_file, save_file
+    from jax_splitk.quantized.flax_serialization import register_flax_serialization
+    from jax_splitk.quantized.state import from_state, to_state
     from jax_splitk.quantized.params import QuantizationReport, QuantizationRule, quantization_report, quantize_params
     from jax_splitk.quantized.partition import combine, partition
     from jax_splitk.runtime import registration as _registration
+    from jax_splitk.runtime.safetensors_file import CheckpointError
     from jax_splitk.tuning.decide import FrozenCacheMiss
     from jax_splitk.tuning.options import options
     from jax_splitk.tuning.result import TuningResult
@@ -61,8 +64,10 @@ __all__ = [
     "dequantize",
     "dot_general",
     "explain",
+    "from_state",
     "intercept",
     "load_checkpoint",
+    "load_file",
     "matmul",
     "options",
     "partition",
@@ -75,6 +80,9 @@ __all__ = [
     "quantized_matmul",
     "ragged_dot",
     "ragged_dot_general",
+    "register_flax_serialization",
+    "save_file",
+    "to_state",
     "tune",
     "tune_problems",
     "unpack",

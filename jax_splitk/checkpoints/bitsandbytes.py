@@ -17,10 +17,10 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.checkpoints.elements import HIGH_FIRST, quantized, unpacked
-from jax_splitk.checkpoints.safetensors_file import CheckpointError
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.quantized.array import QuantizedArray
 from jax_splitk.quantized.formats import NF4
+from jax_splitk.runtime.safetensors_file import CheckpointError
 
 METHODS = ("bitsandbytes",)
 _STATE = ".weight.quant_state.bitsandbytes__"

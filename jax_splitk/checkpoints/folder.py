@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_splitk.checkpoints.safetensors_file import CheckpointError, SafetensorsFile, Tensor
+from jax_splitk.runtime.safetensors_file import CheckpointError, SafetensorsFile, Tensor
 
 _INDEX = "model.safetensors.index.json"
 # Files that may describe the quantization, and the keys that lead to the description. The first that has one counts.

@@ -10,9 +10,9 @@ import numpy as np
 
 from jax_splitk.checkpoints import awq, bitsandbytes, eight_bits, gptq, mxfp4, nvfp4, pack_quantized
 from jax_splitk.checkpoints.folder import Description, Tensors, open_files
-from jax_splitk.checkpoints.safetensors_file import CheckpointError
 from jax_splitk.checkpoints.weight import Module, Stored
 from jax_splitk.runtime.arguments import quoted, require
+from jax_splitk.runtime.safetensors_file import CheckpointError
 from jax_splitk.tuning import progress
 
 _FORMATS = (gptq, awq, pack_quantized, mxfp4, nvfp4, bitsandbytes, eight_bits)

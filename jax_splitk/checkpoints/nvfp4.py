@@ -12,8 +12,8 @@ from jax import numpy as jnp
 
 from jax_splitk.checkpoints import compressed
 from jax_splitk.checkpoints.elements import e2m1
-from jax_splitk.checkpoints.safetensors_file import CheckpointError
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
+from jax_splitk.runtime.safetensors_file import CheckpointError
 
 METHODS = ("modelopt", "modelopt_fp4", "nvfp4")
 GROUP = 16

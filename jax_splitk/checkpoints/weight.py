@@ -10,10 +10,10 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.checkpoints.folder import Description, Tensors
-from jax_splitk.checkpoints.safetensors_file import CheckpointError
 from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, Weight, brief
 from jax_splitk.quantized.packed_weight import PackedWeight, prepack
 from jax_splitk.runtime.computation import one_computation
+from jax_splitk.runtime.safetensors_file import CheckpointError
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "order"], meta_fields=[])

@@ -11,6 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_splitk.quantized import description
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, QType, format_of, nearest, values
 from jax_splitk.quantized.matrix import contracted_axes, group_tile
 from jax_splitk.runtime.arguments import dtype_of, integer, require
@@ -64,9 +65,7 @@ def brief(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["qvalue", "scale", "zero_point"], meta_fields=["qtype"]
-)
+@functools.partial(description.register, names=description.PLAIN, static_names=("qtype",))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(Weight):
     """An array with elements of 4 or 8 bits, and scales: it stands for (qvalue - zero_point) * scale.
@@ -103,6 +102,11 @@ class QuantizedArray(Weight):
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("qvalue", "scale", "zero_point", "qtype")}
         return f"QuantizedArray({', '.join(f'{name}={brief(value)}' for name, value in fields.items())})"
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """What the arrays do not say, as files keep it."""
+        return {"qtype": self.qtype}
 
     @property
     def shape(self) -> tuple[int, ...]:

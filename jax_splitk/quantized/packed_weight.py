@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.core import Tracer
 
-from jax_splitk.quantized import slicing
+from jax_splitk.quantized import description, slicing
 from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, Weight, as_quantized, brief
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, from_codes, to_codes
 from jax_splitk.quantized.matrix import contracted_axes, features_of, from_matrix, group_tile, matrix_shape, to_matrix
@@ -30,12 +30,10 @@ from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import integer, require
 from jax_splitk.runtime.computation import one_computation
 
+_STATIC = ("dims", "contracted", "qtype", "group_size", "zero_dtype", "layout")
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["words", "scale", "zero_point"],
-    meta_fields=["dims", "contracted", "qtype", "group_size", "zero_dtype", "layout"],
-)
+
+@functools.partial(description.register, names=description.PACKED, static_names=_STATIC)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight(Weight):
     """A quantized weight whose bytes are in the order that the kernels read; `prepack` makes it.
@@ -79,6 +77,16 @@ class PackedWeight(Weight):
         axes = "" if self.contracted == (0,) else f"contracted={self.contracted}, "
         static = f"shape={self.shape}, {axes}qtype={self.qtype!r}, group_size={self.group_size}"
         return f"PackedWeight({static}, {', '.join(f'{name}={brief(leaf)}' for name, leaf in leaves.items())})"
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """Takes what pickle read. Raises ValueError if it has another layout."""
+        _require_layout(fields.get("layout"))
+        self.__dict__.update(fields)
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """What the arrays do not say, as files keep it."""
+        return {name: getattr(self, name) for name in _STATIC}
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -304,8 +312,8 @@ def checked(packed: PackedWeight) -> PackedWeight:
     shard_map the leaves may be one device's part; the result's static part then describes that part."""
     require(isinstance(packed, PackedWeight), f"packed of type {type(packed).__name__}", "PackedWeight", TypeError)
     packed = _of_device(packed) if _compat.is_inside_shard_map() else packed
-    layout, (k, _) = packed.layout, packed.matrix
-    require(layout == LAYOUT_VERSION, f"a PackedWeight of layout {layout}", f"{LAYOUT_VERSION}; pack it again")
+    k, _ = packed.matrix
+    _require_layout(packed.layout)
     require(packed.qtype in FORMATS, f"a PackedWeight of qtype {packed.qtype!r}", ", ".join(FORMATS))
     given = f"a PackedWeight of shape {packed.shape}"
     group = packed.group_size
@@ -328,6 +336,10 @@ def checked(packed: PackedWeight) -> PackedWeight:
             f"{', '.join(map(str, floats))}; accepted: uint32, and {', '.join(SCALE_DTYPES)}"
         )
     return packed
+
+
+def _require_layout(layout: Any) -> None:
+    require(layout == LAYOUT_VERSION, f"a PackedWeight of layout {layout}", f"{LAYOUT_VERSION}; pack it again")
 
 
 def _of_device(packed: PackedWeight) -> PackedWeight:

@@ -12,6 +12,7 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from jax_splitk.runtime import settings
 
@@ -154,6 +155,23 @@ def code_refusal(cache: pathlib.Path) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` when the block ends; deleted if the block raises. So readers see
+    all of it or nothing. Raises OSError."""
+    # Not mkstemp, whose files only their owner may read: the umask decides whether a file is shared.
+    temporary = path.parent / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
 def write(path: pathlib.Path, data: bytes) -> bool:
     """Writes atomically (temporary file, then rename), so that readers see all of it or nothing. Also deletes temporary
     files that dead writers left in the folder.
@@ -164,17 +182,8 @@ def write(path: pathlib.Path, data: bytes) -> bool:
         above = itertools.takewhile(lambda parent: not os.path.exists(parent), path.parents)
         for parent in reversed(list(above)):
             parent.mkdir(mode=0o775, exist_ok=True)  # else its code would not be used
-        # Not mkstemp, whose files only their owner may read: the umask decides whether a cache is shared.
-        temporary = path.parent / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(path) as file:
+            file.write(data)
         for old in abandoned(path.parent):
             old.unlink(missing_ok=True)
     except OSError as error:

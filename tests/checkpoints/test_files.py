@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_splitk
-from jax_splitk.checkpoints.safetensors_file import DTYPES, SafetensorsFile
+from jax_splitk.runtime.safetensors_file import DTYPES, SafetensorsFile
 from tests.checkpoints import writers
 from tests.checkpoints.test_formats import drawn
 from tests.damage import mutate_json, mutate_text

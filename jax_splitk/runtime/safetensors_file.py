@@ -60,6 +60,7 @@ class SafetensorsFile:
     Attributes:
       path: the file.
       tensors: its tensors by name, in the order of their bytes.
+      metadata: what the writer says about the file, text by name.
 
     Raises:
       CheckpointError: the file is not a whole safetensors file; the message names it.
@@ -72,7 +73,7 @@ class SafetensorsFile:
             length = int.from_bytes(file.read(8), "little") if size >= 8 else size
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise self._error(f"a file of {size} bytes with a header of {length}", "a safetensors file")
-            header = self._parsed(file.read(length))
+            header, self.metadata = self._parsed(file.read(length))
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         named = {name: self._tensor(name, entry, 8 + length, size) for name, entry in header.items()}
         self.tensors = dict(sorted(named.items(), key=lambda item: item[1].start))
@@ -103,7 +104,7 @@ class SafetensorsFile:
             if tensor.stop > start:
                 self._map.madvise(advice, start, tensor.stop - start)
 
-    def _parsed(self, text: bytes) -> dict[str, Any]:
+    def _parsed(self, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             if len(found := dict(pairs)) < len(pairs):
                 raise ValueError("a name twice")
@@ -111,10 +112,12 @@ class SafetensorsFile:
 
         try:
             header = json.loads(text, object_pairs_hook=unique)
-            header.pop("__metadata__", None)
+            metadata = header.pop("__metadata__", None) or {}
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("__metadata__ that is not text")
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise self._error(f"a header that is not valid ({error})", "an object of JSON, each name once") from None
-        return header
+        return header, metadata
 
     def _tensor(self, name: str, entry: Any, begin: int, size: int) -> Tensor:
         dtype, shape, start, stop = self._fields(name, entry)

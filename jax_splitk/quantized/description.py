@@ -1,0 +1,80 @@
+"""What a weight's arrays do not say about it, in the forms in which files keep it.
+
+Checkpoints know arrays by the names of a tree's keys. So the first leaf of a weight has a key that says the rest, such
+as `words-int4-group64-128x256-contracts0-layout1`: a file of another type, group size, shape or layout has other keys
+than the target, and cannot be restored into it.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import export
+
+_PACKED = re.compile(
+    r"words-(?P<qtype>\w+)-group(?P<group_size>\d+)-(?P<dims>\d+(x\d+)*)-contracts(?P<contracted>\d+(_\d+)*)"
+    r"(-zeros_(?P<zero_dtype>\w+))?-layout(?P<layout>\d+)"
+)
+_PLAIN = re.compile(r"qvalue-(?P<qtype>\w+?)(-zeros_(?P<zero_dtype>\w+))?")
+PACKED, PLAIN = ("words", "scale", "zero_point"), ("qvalue", "scale", "zero_point")
+
+
+def leaf_names(static: dict[str, Any]) -> tuple[str, str, str]:
+    """The fields of a weight with this static part that hold arrays."""
+    return PACKED if "layout" in static else PLAIN
+
+
+def key(static: dict[str, Any]) -> str:
+    """The static part of a weight as the key of its first leaf."""
+    zeros = f"-zeros_{static['zero_dtype']}" if static.get("zero_dtype") else ""
+    if "layout" not in static:
+        return f"qvalue-{static['qtype']}{zeros}"
+    dims, contracted = "x".join(map(str, static["dims"])), "_".join(map(str, static["contracted"]))
+    group = f"{static['qtype']}-group{static['group_size']}"
+    return f"words-{group}-{dims}-contracts{contracted}{zeros}-layout{static['layout']}"
+
+
+def parsed(text: Any) -> dict[str, Any] | None:
+    """The static part that `key` gives this text; None for any other text."""
+    if not isinstance(text, str):
+        return None
+    if found := _PLAIN.fullmatch(text):
+        return found.groupdict()
+    if not (found := _PACKED.fullmatch(text)):
+        return None
+    fields = found.groupdict()
+    counts = {name: int(fields[name]) for name in ("group_size", "layout")}
+    lists = {name: tuple(map(int, re.split("[x_]", fields[name]))) for name in ("dims", "contracted")}
+    return fields | counts | lists
+
+
+def register(cls: Any, names: Sequence[str], static_names: Sequence[str]) -> Any:
+    """Makes a class of weights a pytree, which `jax.export` can serialize. Its first leaf has a key that says the
+    static part (`cls.static`)."""
+
+    def flatten(weight: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(weight, name) for name in names), tuple(getattr(weight, name) for name in static_names)
+
+    def flatten_with_keys(weight: Any) -> Any:
+        leaves, static = flatten(weight)
+        keys = (key(weight.static), *names[1:])
+        return tuple(zip(map(jax.tree_util.GetAttrKey, keys), leaves, strict=True)), static
+
+    def unflatten(static: Sequence[Any], leaves: Any) -> Any:
+        weight = object.__new__(cls)
+        for name, value in zip((*names, *static_names), (*leaves, *static), strict=True):
+            object.__setattr__(weight, name, value)
+        return weight
+
+    def restored(data: bytes) -> tuple[Any, ...]:
+        return tuple(tuple(value) if isinstance(value, list) else value for value in json.loads(bytes(data)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"jax_splitk.{cls.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=restored,
+    )
