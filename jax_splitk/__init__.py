@@ -33,9 +33,9 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
     from jax_splitk.quantized.files import load_file, save_file
     from jax_splitk.quantized.flax_serialization import register_flax_serialization
-    from jax_splitk.quantized.state import from_state, to_state
     from jax_splitk.quantized.params import QuantizationReport, QuantizationRule, quantization_report, quantize_params
     from jax_splitk.quantized.partition import combine, partition
+    from jax_splitk.quantized.state import from_state, to_state
     from jax_splitk.runtime import registration as _registration
     from jax_splitk.runtime.safetensors_file import CheckpointError
     from jax_splitk.tuning.decide import FrozenCacheMiss

@@ -170,6 +170,13 @@ class QuantizationReport:
 
     Attributes:
       params: the parameters in the tree's order.
+
+    Examples:
+      >>> kernel = {"kernel": jnp.ones((64, 32))}
+      >>> packed = jax_splitk.quantize_params(kernel, jax_splitk.QuantizationRule("kernel", "int4"))
+      >>> report = jax_splitk.quantization_report(kernel, packed)
+      >>> [param.path for param in report.params], report.bytes_before
+      (['kernel'], 8192)
     """
 
     params: tuple[QuantizedParam, ...]

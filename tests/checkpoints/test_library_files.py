@@ -9,7 +9,7 @@ import pytest
 
 import jax_splitk
 from jax_splitk import PermutedWeight
-from jax_splitk.checkpoints.safetensors_file import SafetensorsFile
+from jax_splitk.runtime.safetensors_file import SafetensorsFile
 from tests.checkpoints import writers
 from tests.checkpoints.test_formats import same_bits, values
 
