@@ -13,6 +13,7 @@ from jax_splitk.checkpoints.gptq import with_zeros
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.quantized.array import QuantizedArray
 
+KEYS = (".qweight",)
 METHODS = ("awq",)
 # Where the features 8 c + 0, 1, 2, ... begin in a word.
 _BEGINS = (0, 16, 4, 20, 8, 24, 12, 28)

@@ -22,6 +22,7 @@ from jax_splitk.quantized.array import QuantizedArray
 from jax_splitk.quantized.formats import NF4
 from jax_splitk.runtime.safetensors_file import CheckpointError
 
+KEYS = (".weight", ".SCB")
 METHODS = ("bitsandbytes",)
 _STATE = ".weight.quant_state.bitsandbytes__"
 _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")

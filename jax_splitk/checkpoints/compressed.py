@@ -51,5 +51,7 @@ def group_size(module: Module, k: int, groups: int, bits: int | None = None) -> 
 
 
 def block(module: Module) -> Any:
-    """The `block_structure` of weights with a scale for each block; None if the groups have none."""
-    return next((weights["block_structure"] for weights in _weights(module) if weights.get("block_structure")), None)
+    """The `block_structure` of weights with a scale for each block, [rows, columns]; None if the groups have none."""
+    found = next((weights["block_structure"] for weights in _weights(module) if weights.get("block_structure")), None)
+    # Older versions write "128x128".
+    return [int(n) if n.isdecimal() else n for n in found.split("x")] if isinstance(found, str) else found

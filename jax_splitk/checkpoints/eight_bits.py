@@ -18,6 +18,7 @@ from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.quantized.array import QuantizedArray
 from jax_splitk.quantized.formats import SCALE_DTYPES
 
+KEYS = (".weight",)
 METHODS = ("fp8", "fbgemm_fp8", "modelopt", *compressed.METHODS)
 _TYPES = ("float8_e4m3fn", "int8")
 _ENDS = (".weight", ".weight_scale_inv", ".weight_scale", ".weight_zero_point")

@@ -64,6 +64,9 @@ class Tensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].tensors[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

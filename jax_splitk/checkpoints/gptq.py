@@ -19,6 +19,7 @@ from jax_splitk.checkpoints.elements import quantized, shifts, unpacked
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.quantized.array import QuantizedArray
 
+KEYS = (".qweight",)
 METHODS = ("gptq", "gptq_v2")
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 _SAMPLE = 1 << 16  # words

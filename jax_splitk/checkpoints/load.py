@@ -19,8 +19,7 @@ _FORMATS = (gptq, awq, pack_quantized, mxfp4, nvfp4, bitsandbytes, eight_bits)
 Method = Literal["gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "fp8"]
 # What `quant_method` may be in a checkpoint: these and a few more.
 _METHODS = tuple(dict.fromkeys(method for module in _FORMATS for method in module.METHODS))
-# The ends of the tensors' names that hold elements, and of those that only belong to them.
-_KEYS = (".qweight", ".weight_packed", "_blocks", ".weight", ".SCB")
+# The ends of the names of tensors that belong to quantized weights.
 _PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
     *(".weight_packed", ".weight_shape", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
@@ -185,9 +184,8 @@ def _found(tensors: Tensors, about: Description) -> dict[str, Stored]:
     """All weights, in the order of their bytes."""
     found: dict[str, Stored] = {}
     used: dict[str, str] = {}
-    for stem in dict.fromkeys(name.removesuffix(key) for name in tensors for key in _KEYS if name.endswith(key)):
-        module = Module(stem, tensors, about)
-        for stored in filter(None, (kind.find(module) for kind in _FORMATS)):
+    for module, kind in _candidates(tensors, about):
+        if (stored := kind.find(module)) is not None:
             if stored.name in found or (stored.name in tensors and stored.name not in stored.tensors):
                 raise CheckpointError(f"{stored.name!r} is stored twice: {', '.join(stored.tensors)}, and otherwise")
             found[stored.name] = stored
@@ -204,6 +202,15 @@ def _found(tensors: Tensors, about: Description) -> dict[str, Stored]:
     place = {name: i for i, name in enumerate(tensors)}
     ordered = sorted((*found.values(), *arrays.values()), key=lambda stored: place[stored.tensors[0]])
     return {stored.name: stored for stored in ordered}
+
+
+def _candidates(tensors: Tensors, about: Description) -> Iterator[tuple[Module, Any]]:
+    """Modules with a tensor whose name ends as a format's tensors of elements do, and the format."""
+    for name in tensors:
+        for kind in _FORMATS:
+            for key in kind.KEYS:
+                if name.endswith(key):
+                    yield Module(name.removesuffix(key), tensors, about), kind
 
 
 def _check_array(name: str, tensors: Tensors, about: Description) -> None:

@@ -13,6 +13,7 @@ from jax_splitk.checkpoints import compressed
 from jax_splitk.checkpoints.elements import E8M0, e2m1
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 
+KEYS = ("_blocks", ".weight_packed")
 METHODS = ("mxfp4",)
 GROUP = 32
 _BLOCKS, _SCALES = "_blocks", "_scales"

@@ -15,6 +15,7 @@ from jax_splitk.checkpoints.elements import e2m1
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.runtime.safetensors_file import CheckpointError
 
+KEYS = (".weight_packed", ".weight")
 METHODS = ("modelopt", "modelopt_fp4", "nvfp4")
 GROUP = 16
 _DIVIDED = (".weight_packed", ".weight_scale", ".weight_global_scale")

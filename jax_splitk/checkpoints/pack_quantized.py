@@ -17,6 +17,7 @@ from jax_splitk.checkpoints.elements import quantized, shifts, unpacked
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.quantized.array import QuantizedArray
 
+KEYS = (".weight_packed",)
 METHODS = compressed.METHODS
 _ENDS = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape")
 

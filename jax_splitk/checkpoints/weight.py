@@ -26,7 +26,8 @@ class PermutedWeight(Weight):
 
     Attributes:
       weight: a QuantizedArray or PackedWeight [k, features] with sorted rows.
-      order: int32 [k]: row i of `weight` belongs to feature order[i] of x.
+      order: int32 [k]: row i of `weight` belongs to feature order[i] of x. A stack of weights has leading dimensions in
+        both.
 
     Examples:
       >>> q = jax_splitk.QuantizedArray(jnp.eye(64, dtype=jnp.int8), jnp.ones((2, 64)))
@@ -39,7 +40,10 @@ class PermutedWeight(Weight):
     order: Any
 
     def __rmatmul__(self, other: Any) -> Any:
-        return jnp.take(jnp.asarray(other), self.order, axis=-1) @ self.weight
+        take = functools.partial(jnp.take, axis=-1)
+        for _ in self.order.shape[:-1]:  # of a stack
+            take = jax.vmap(take)
+        return take(jnp.asarray(other), self.order) @ self.weight
 
     def __repr__(self) -> str:
         return f"PermutedWeight({self.weight!r}, order={brief(self.order)})"

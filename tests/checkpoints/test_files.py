@@ -12,6 +12,7 @@ import pytest
 
 import jax_splitk
 from jax_splitk.runtime.safetensors_file import DTYPES, SafetensorsFile
+from jax_splitk.tuning import progress
 from tests.checkpoints import writers
 from tests.checkpoints.test_formats import drawn
 from tests.damage import mutate_json, mutate_text
@@ -239,6 +240,16 @@ def test_values_are_read_when_they_are_looked_up(tmp_path: pathlib.Path) -> None
             checkpoint.read()
         with pytest.raises(KeyError, match="c"):
             checkpoint.read(["c"])
+
+
+def test_a_bar_shows_how_far_reading_is(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "shows_bar", lambda: True)
+    checkpoint = jax_splitk.load_checkpoint(writers.write(tmp_path, {"a": np.ones(9), "b": np.ones(1)}, None))
+    assert set(checkpoint.read()) == {"a", "b"}
+    assert "reading weights:   0%" in capsys.readouterr().err
+    assert checkpoint.read([]) == {}
 
 
 def test_the_dict_is_a_pytree_that_jit_takes(tmp_path: pathlib.Path) -> None:

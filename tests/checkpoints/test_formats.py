@@ -57,6 +57,7 @@ FORMATS: dict[str, Callable[[np.random.Generator, int, int], Written]] = {
     "fp8, blocks that end within": lambda rng, k, n: writers.fp8_blocks(rng, 128 + 64, 128 + 8),
     "fp8, blocks of 64": lambda rng, k, n: writers.fp8_blocks(rng, k, n, (32, 64)),
     "fp8, experts": lambda rng, k, n: writers.stacked([writers.fp8_blocks(rng, 256, 128) for _ in range(2)]),
+    "fp8, blocks of compressed-tensors": lambda rng, k, n: writers.fp8_compressed_blocks(rng, 64, 32),
     "fp8, features": lambda rng, k, n: writers.fp8(rng, k, n, shape=(n, 1)),
     "fp8, one scale": lambda rng, k, n: writers.fp8(rng, k, n, shape=(1,)),
     "fp8, one number": lambda rng, k, n: writers.fp8(rng, k, n, shape=()),
@@ -220,6 +221,26 @@ def test_product_with_act_order(name: str, pack: bool, tmp_path: pathlib.Path) -
         np.testing.assert_array_equal(y, x @ weight)  # with NumPy's array first
         w = written.expected.astype(np.float64)  # rounded to 16 bits, unlike those of a float32 product
         assert (np.abs(y - x @ w) <= 2**-8 * (np.abs(x) @ np.abs(w))).all()
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_stacks_under_scan(pack: bool, tmp_path: pathlib.Path) -> None:
+    """Layers with act-order, each in an order of its own."""
+    with seeded(109) as rng:
+        each = [writers.gptq(rng, 64, 64, 32, act_order=True, symmetric=True) for _ in range(3)]
+        tensors = {f"{i}{end}": array for i, w in enumerate(each) for end, array in w.tensors.items()}
+        weights = jax_splitk.load_checkpoint(writers.write(tmp_path, tensors, each[0].config), pack=pack).read()
+        stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights.values())
+        assert stack.shape == (3, 64, 64)
+        x = jnp.asarray(rng.integers(-3, 4, (5, 64)), jnp.float32)
+        found, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, stack)
+        expected = x
+        for w in weights.values():
+            expected = expected @ w
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        if pack:  # a QuantizedArray does not say which axes count weights
+            y = jnp.stack([x] * 3) @ stack
+            np.testing.assert_allclose(y, jnp.stack([x @ w for w in weights.values()]), rtol=1e-5, atol=1e-5)
 
 
 def test_plain_arrays_stay_as_they_are(tmp_path: pathlib.Path) -> None:

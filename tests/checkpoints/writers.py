@@ -280,6 +280,14 @@ def fp8_blocks(rng: np.random.Generator, k: int, n: int, block: tuple[int, int] 
     return Written({".weight": weight, ".weight_scale_inv": scale}, config, expected)
 
 
+def fp8_compressed_blocks(rng: np.random.Generator, k: int, n: int) -> Written:
+    """compressed-tensors' float-quantized in blocks of 16 x 32, which older versions describe so."""
+    written = fp8_blocks(rng, k, n, (16, 32))
+    written.tensors[".weight_scale"] = written.tensors.pop(".weight_scale_inv")
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "16x32"}
+    return Written(written.tensors, compressed("float-quantized", weights), written.expected)
+
+
 def fp8(rng: np.random.Generator, k: int, n: int, *, shape: tuple[int, ...]) -> Written:
     """compressed-tensors' float-quantized; `shape` of the scales: (n, 1), (1,) or ()."""
     weight = rng.standard_normal((n, k)).astype(E4M3)
