@@ -19,7 +19,6 @@ if _module != "jax_splitk" and not _script:
     _requirements.check(__version__)
 
     from jax_splitk.checkpoints.load import Checkpoint, load_checkpoint
-    from jax_splitk.checkpoints.weight import PermutedWeight
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
@@ -30,7 +29,7 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.quantized_matmul import quantized_matmul
     from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
-    from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+    from jax_splitk.quantized import PackedWeight, PermutedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
     from jax_splitk.quantized.files import load_file, save_file
     from jax_splitk.quantized.flax_serialization import register_flax_serialization
     from jax_splitk.quantized.params import QuantizationReport, QuantizationRule, quantization_report, quantize_params

@@ -1,61 +1,18 @@
 """Quantized weights of a checkpoint: where their parts are, and how a device makes arrays of them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax import numpy as jnp
 
 from jax_splitk.checkpoints.folder import Description, Tensors
-from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray, Weight, brief
+from jax_splitk.quantized.array import GROUP_SIZES, QuantizedArray
 from jax_splitk.quantized.packed_weight import PackedWeight, prepack
+from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.runtime.computation import one_computation
 from jax_splitk.runtime.safetensors_file import CheckpointError
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "order"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PermutedWeight(Weight):
-    """A weight whose rows are in another order than the features of x: GPTQ's act-order (`desc_act`).
-
-    Its groups are not contiguous in x's order. So the rows are sorted by group, and a product takes x's features in the
-    same order: `x @ w` is `jax_splitk.quantized_matmul(x[..., w.order], w.weight)`. It is a pytree.
-
-    Attributes:
-      weight: a QuantizedArray or PackedWeight [k, features] with sorted rows.
-      order: int32 [k]: row i of `weight` belongs to feature order[i] of x. A stack of weights has leading dimensions in
-        both.
-
-    Examples:
-      >>> q = jax_splitk.QuantizedArray(jnp.eye(64, dtype=jnp.int8), jnp.ones((2, 64)))
-      >>> w = jax_splitk.PermutedWeight(q, jnp.arange(64)[::-1])
-      >>> (jnp.arange(64.0)[None] @ w)[0, 0]
-      Array(63., dtype=float32)
-    """
-
-    weight: Any
-    order: Any
-
-    def __rmatmul__(self, other: Any) -> Any:
-        take = functools.partial(jnp.take, axis=-1)
-        for _ in self.order.shape[:-1]:  # of a stack
-            take = jax.vmap(take)
-        return take(jnp.asarray(other), self.order) @ self.weight
-
-    def __repr__(self) -> str:
-        return f"PermutedWeight({self.weight!r}, order={brief(self.order)})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return self.weight.nbytes + self.order.nbytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, is_weight, unwrapped
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, per_feature
+from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.runtime.computation import one_computation
@@ -55,7 +56,8 @@ def quantized_matmul(
       x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32. A packed weight that contracts several axes
         takes x of [..., *their sizes], and a stack of weights x of [*stack, ..., k].
       w: [k, features], quantized along axis 0: a QuantizedArray, a PackedWeight (the same values in the order of the
-        kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor. A PackedWeight may have any rank.
+        kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor. A PackedWeight may have any rank. Or a
+        PermutedWeight of either kind.
       bias: added to the result, in its dtype: [features], or [*stack, features] with a stack of weights; features is
         the shape of the axes that the product keeps. None: nothing is added.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
@@ -85,6 +87,8 @@ def quantized_matmul(
     """
     options = settled("quantized_matmul", Options(config, implementation))
     _check_order(x, w)
+    if isinstance(w, PermutedWeight):
+        x, w = w.activations(x), w.weight
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")

@@ -2,5 +2,6 @@
 
 from jax_splitk.quantized.array import QuantizedArray, dequantize, quantize
 from jax_splitk.quantized.packed_weight import PackedWeight, prepack, unpack
+from jax_splitk.quantized.permuted import PermutedWeight
 
-__all__ = ["PackedWeight", "QuantizedArray", "dequantize", "prepack", "quantize", "unpack"]
+__all__ = ["PackedWeight", "PermutedWeight", "QuantizedArray", "dequantize", "prepack", "quantize", "unpack"]
