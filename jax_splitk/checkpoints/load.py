@@ -90,7 +90,7 @@ class Checkpoint(Mapping[str, Any]):
             bar = Bar(max(1, sum(sizes.values())), "reading weights")
         found = {}
         try:
-            for name, following in zip(wanted, [*wanted[1:], None], strict=True):
+            for name, following in zip(wanted, [*wanted[1:], None], strict=False):
                 if following is not None:
                     self._tensors.prefetch(self.stored[following].tensors)
                 found[name] = self[name]
