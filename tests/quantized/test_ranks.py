@@ -316,3 +316,33 @@ def test_gradients_of_stacks_and_biases() -> None:
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     assert jax.grad(ours, 2)(x, bias, scale).shape == w.scale.shape
+
+
+def test_transposes_move_axes_and_no_bytes() -> None:
+    w = packed((64, 32), (0,), 32, 0)
+    assert (w.T.shape, w.T.contracted) == ((32, 64), (1,))
+    assert w.T.words is w.words
+    np.testing.assert_array_equal(dequantize(unpack(w.T)), dequantize(unpack(w)).T)
+    np.testing.assert_array_equal(dequantize(unpack(w.T.T)), dequantize(unpack(w)))
+    stacked = packed((2, 3, 64, 32), (2,), 32, 1)
+    moved = stacked.transpose(0, 2, 1, 3)
+    assert (moved.shape, moved.stack, moved.contracted) == ((2, 64, 3, 32), (2,), (0,))
+    np.testing.assert_array_equal(dequantize(unpack(moved)), dequantize(unpack(stacked)).transpose(0, 2, 1, 3))
+    for axes in ((1, 0, 2, 3), (0, 1, 3, 2), (0, 1, 2), (0, 1, 1, 2), (0, 1.0, 2, 3)):
+        with pytest.raises(ValueError, match=r"axes .* of a PackedWeight of shape .*; accepted: all axes, the stack"):
+            (stacked if axes != (0, 1, 3, 2) else packed((2, 64, 3, 32), (1,), 32, 1)).transpose(axes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_astype_converts_scales_and_zero_points(dtype: str) -> None:
+    """Layers convert their parameters to the dtype in which they compute."""
+    q = weight((64, 32), (0,), 32)
+    for w in (q, prepack(q)):
+        other = w.astype(dtype)
+        assert other.dtype == dtype and other.shape == w.shape and type(other) is type(w)
+        np.testing.assert_array_equal(other.scale, w.scale.astype(dtype))
+    assert prepack(q).astype(dtype).zero_point.dtype == dtype
+    exact = dequantize(q, jnp.float32)
+    np.testing.assert_allclose(dequantize(unpack(prepack(q).astype(dtype)), jnp.float32), exact, rtol=2**-8)
+    with pytest.raises(TypeError, match="dtype='int8'; accepted: bfloat16, float16, float32"):
+        q.astype("int8")
