@@ -376,7 +376,6 @@ def test_the_config_of_jax_says_the_precision() -> None:
 
     for name, expected in (("float32", "highest"), ("tensorfloat32", "high"), (None, "default")):
         with jax.default_matmul_precision(name):
-            found: list[Any] = [
-                each.problem for f in ((grouped, x, w), (dense, x)) for each in jax_splitk.explain(*f).decisions
-            ]
+            decisions = *jax_splitk.explain(grouped, x, w).decisions, *jax_splitk.explain(dense, x).decisions
+            found: list[Any] = [d.problem for d in decisions]
             assert [problem.precision for problem in found] == [expected, expected]
