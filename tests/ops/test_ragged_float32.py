@@ -244,7 +244,7 @@ def test_the_kernels_compute_it(name: str, precision: str) -> None:
 
 
 def test_short_chains_of_float32_parts() -> None:
-    """At HIGHEST the sums of a gradient of rhs leave the tensor cores every four stages, into one more slot of the
+    """At HIGHEST the sums of a gradient of rhs leave the tensor cores every three stages, into one more slot of the
     workspace for each worker."""
     p = InParts(dataclasses.replace(PROBLEMS["rhs gradient"], m=8192, precision="highest")).problem
     family, config = family_of(p), ragged_config(64, 128, 5)
