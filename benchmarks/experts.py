@@ -1,31 +1,39 @@
 """A mixture-of-experts block in training: unchanged code of `jax.lax.ragged_dot`, alone and inside `intercept()`.
 
 python -m benchmarks.experts [--json benchmarks/results/experts_h100.json] [--tiny]
+python -m benchmarks.experts --devices 2 [--json benchmarks/results/experts_h100x2.json] [--tiny]
 
 The block is 4096 wide, with 64 experts of 1536 hidden units (SwiGLU), of which each token goes through 8. Weights are
 float32, arithmetic is bfloat16. It trains on 16,384 tokens, for which lax needs more memory than a GPU has, and on
-1,024 tokens, for which it does not, so that losses can be compared.
+1,024 tokens, for which it does not, so that losses can be compared. With `--devices N` it trains once more with the
+experts divided among N devices, inside `shard_map`: each device multiplies the rows of its experts.
 """
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_splitk
 from benchmarks import report
 from benchmarks.models.layers import squared_error
 
 Weights = dict[str, jax.Array]
+
+# The mesh axis over which experts are divided, and the weights' shardings.
+AXIS = "expert"
+SPECS = {"router": PartitionSpec()} | dict.fromkeys(("gate", "up", "down"), PartitionSpec(AXIS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +58,41 @@ class Block:
         normal = zip(shapes.items(), keys, strict=True)
         return {name: jax.random.normal(k, shape) * shape[-2] ** -0.5 for (name, shape), k in normal}
 
-    def __call__(self, weights: Weights, x: jax.Array) -> jax.Array:
+    def __call__(self, weights: Weights, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """The block's result, or the part of it by neighbouring experts, of which `first` [1] is the first one."""
         scores, experts = lax.top_k(jax.nn.softmax(x @ weights["router"]), self.chosen)
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.experts)
         gate, up, down = (weights[name].astype(jnp.bfloat16) for name in ("gate", "up", "down"))
         rows = x.astype(jnp.bfloat16)[order // self.chosen]
-        hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
-        results = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)]
+        product = functools.partial(lax.ragged_dot, group_sizes=sizes, group_offset=first)
+        hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
+        results = product(hidden, down)[jnp.argsort(order)]
         return jnp.einsum("tc,tcw->tw", scores, results.reshape(-1, self.chosen, self.width).astype(jnp.float32))
 
-    def step(self, weights: Weights, x: jax.Array, target: jax.Array) -> tuple[Weights, jax.Array]:
-        """One of SGD: (weights, loss)."""
-        loss, gradients = jax.value_and_grad(lambda w: squared_error(x + self(w, x), target))(weights)
+    def divided(self, mesh: Mesh) -> Callable[[Weights, jax.Array], jax.Array]:
+        """The block with its experts divided among the devices of a mesh. Each has all tokens."""
+
+        def part(weights: Weights, x: jax.Array) -> jax.Array:
+            # The devices' cotangents are added here: once, and in float32.
+            x = lax.pcast(x, AXIS, to="varying")
+            first = lax.axis_index(AXIS) * weights["gate"].shape[0]
+            return lax.psum(self(weights, x, first[None]), AXIS)
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(SPECS, PartitionSpec()), out_specs=PartitionSpec())
+
+    def step(
+        self, weights: Weights, x: jax.Array, target: jax.Array, *, mesh: Mesh | None = None
+    ) -> tuple[Weights, jax.Array]:
+        """One step of SGD: (weights, loss)."""
+        block = self if mesh is None else self.divided(mesh)
+        loss, gradients = jax.value_and_grad(lambda w: squared_error(x + block(w, x), target))(weights)
         return jax.tree.map(lambda w, d: w - self.rate * self.width * d, weights, gradients), loss
+
+
+def mesh_of(devices: int) -> Mesh:
+    """A mesh of the first devices."""
+    return jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
 
 
 def memory_bytes() -> float:
@@ -71,18 +100,26 @@ def memory_bytes() -> float:
     return float((jax.devices()[0].memory_stats() or {}).get("bytes_limit", np.inf))
 
 
-def trained(block: Block, intercepted: bool, steps: int) -> dict[str, Any]:
-    """Losses, milliseconds of a step and bytes; without losses if the program needs more memory than there is."""
-    x, target = jax.random.normal(jax.random.key(1), (2, block.tokens, block.width))
-    weights = jax.eval_shape(block.weights, jax.random.key(0))
+def trained(block: Block, intercepted: bool, steps: int, devices: int = 1) -> dict[str, Any]:
+    """Losses, milliseconds of a step and bytes of a device; without losses if the program needs more memory than there
+    is. The experts are divided among the devices."""
+    mesh = mesh_of(devices)
+    placed = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    initial = jax.jit(block.weights, out_shardings=placed)
+    shapes = jax.eval_shape(block.weights, jax.random.key(0))
+    weights = {name: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=placed[name]) for name, w in shapes.items()}
+    tokens = jax.random.normal(jax.random.key(1), (2, block.tokens, block.width))
+    x, target = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec()))
     start = time.perf_counter()
-    jitted = jax.jit(block.step, donate_argnums=0)
+    step = functools.partial(block.step, mesh=mesh if devices > 1 else None)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
     if intercepted:
         with jax_splitk.intercept():
             lowered = jitted.lower(weights, x, target)
     else:
         lowered = jitted.lower(weights, x, target)
-    found: dict[str, Any] = {"tokens": block.tokens, "by": "intercept" if intercepted else "lax"}
+    by = f"intercept, {devices} devices" if devices > 1 else "intercept" if intercepted else "lax"
+    found: dict[str, Any] = {"tokens": block.tokens, "by": by}
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -93,7 +130,7 @@ def trained(block: Block, intercepted: bool, steps: int) -> dict[str, Any]:
     found |= {"temp_bytes": int(analysis.temp_size_in_bytes), "peak_bytes": int(held + analysis.temp_size_in_bytes)}
     if found["peak_bytes"] > memory_bytes():
         return found | {"error": f"out of memory: {memory_bytes() * 1e-9:.0f} GB are there"}
-    state, losses, times = jax.jit(block.weights)(jax.random.key(0)), [], []
+    state, losses, times = initial(jax.random.key(0)), [], []
     for _ in range(steps):
         start = time.perf_counter()
         state, loss = program(state, x, target)
@@ -119,22 +156,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--steps", type=int, default=50, help="of training; 50")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="also divide the experts among N devices")
     parser.add_argument("--tiny", action="store_true", help="a block that a CPU trains in a moment")
     options = parser.parse_args(argv)
     blocks = [Block(tokens) for tokens in (1024, 16384)]
     if options.tiny:
         blocks = [Block(64, width=32, hidden=48, experts=8, chosen=2)]
-    results = [trained(block, by, options.steps) for block in blocks for by in (True, False)]
+    most = min(len(jax.devices()), blocks[0].experts)
+    if not 1 <= options.devices <= most or blocks[0].experts % options.devices:
+        parser.error(f"--devices {options.devices}; accepted: a divisor of {blocks[0].experts}, at most {most}")
+    ways = [(True, 1), (False, 1), *[(True, options.devices)] * (options.devices > 1)]
+    results = [trained(block, by, options.steps, devices) for block in blocks for by, devices in ways]
     header = ["tokens", "ragged_dot by", "ms a step", "peak GB", "temporary GB", "loss"]
     report.say(report.markdown([header, *map(line, results)]))
-    pairs = zip(results[::2], results[1::2], strict=True)
-    for ours, lax_ in pairs:
-        if "losses" in ours and "losses" in lax_:
-            apart = max(abs(a - b) / b for a, b in zip(ours["losses"], lax_["losses"], strict=True))
-            ratio = lax_["ms"] / ours["ms"]
-            report.say(
-                f"{ours['tokens']} tokens: losses {apart:.1e} apart at most, lax takes {ratio:.1f} times as long"
-            )
+    for first in range(0, len(results), len(ways)):
+        ours, *others = results[first : first + len(ways)]
+        for other in others:
+            if "losses" in ours and "losses" in other:
+                apart = max(abs(a - b) / b for a, b in zip(ours["losses"], other["losses"], strict=True))
+                compared = f"losses {apart:.1e} apart at most, {other['by']} takes {other['ms'] / ours['ms']:.2f}"
+                report.say(f"{ours['tokens']} tokens: {compared} times as long as intercept")
     if options.json:
         figures = {"benchmark": "experts", "environment": report.environment(), "results": results}
         report.write(pathlib.Path(options.json), figures)

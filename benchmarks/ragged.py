@@ -1,6 +1,6 @@
 """Grouped products of mixtures of experts: jax_splitk against PyTorch's `_grouped_mm` and `lax.ragged_dot`.
 
-python -m benchmarks.ragged [--cases NAME ...] [--configs N] [--json FILE]
+python -m benchmarks.ragged [--cases NAME ...] [--configs N] [--float32 PRECISION] [--json FILE]
 
 See README.md beside this file.
 """
@@ -30,6 +30,7 @@ from benchmarks.quantized_products import Launched, torch_or_none
 from benchmarks.ragged_cases import CASES, PASSES, SIZES, Case
 from benchmarks.report import on_gpu, percent, rate, say
 from jax_splitk import kernels
+from jax_splitk.ops.lowering import served
 from jax_splitk.problems.ragged_reference import lax_ragged_dot_general
 from jax_splitk.runtime.target import local_platform, target_for
 
@@ -79,15 +80,13 @@ def numbers(case: Case) -> lax.RaggedDotDimensionNumbers:
 
 def ours(case: Case, config: Any = None) -> Callable[..., jax.Array]:
     """Our function of (lhs, rhs, sizes)."""
-    out = jnp.dtype(case.out_dtype)
-    return lambda lhs, rhs, sizes: jax_splitk.ragged_dot_general(
-        lhs, rhs, sizes, numbers(case), preferred_element_type=out, config=config
-    )
+    given = (numbers(case), case.precision, jnp.dtype(case.out_dtype))
+    return lambda lhs, rhs, sizes: jax_splitk.ragged_dot_general(lhs, rhs, sizes, *given, config=config)
 
 
 def of_lax(case: Case) -> Callable[..., jax.Array]:
-    out = jnp.dtype(case.out_dtype)
-    return lambda lhs, rhs, sizes: lax_ragged_dot_general(lhs, rhs, sizes, numbers(case), preferred_element_type=out)
+    given = (numbers(case), case.precision, jnp.dtype(case.out_dtype))
+    return lambda lhs, rhs, sizes: lax_ragged_dot_general(lhs, rhs, sizes, *given)
 
 
 def operand_sets(case: Case) -> list[tuple[jax.Array, ...]]:
@@ -122,8 +121,8 @@ def run(case: Case, options: argparse.Namespace, torch: Any) -> Result:
     (decision,) = jax_splitk.explain(ours(case, config), *given).decisions
     functions, temp_bytes = {"ours": mine}, {"ours": report.temp_bytes(mine)}
     if "torch" in options.against:
-        if torch is None or case.out_dtype != case.dtype:
-            left_out["torch"] = "no PyTorch with a GPU" if torch is None else "no float32 results"
+        if torch is None or "float32" in (case.out_dtype, case.dtype):
+            left_out["torch"] = "no PyTorch with a GPU" if torch is None else "no float32"
         else:
             functions["torch"] = of_torch(torch, case, len(sets))
     if "lax" in options.against:
@@ -142,13 +141,14 @@ def run(case: Case, options: argparse.Namespace, torch: Any) -> Result:
         times[kind] = timing.compare(contestants, with_sizes(kind), rounds=rounds)
     first = with_sizes(SIZES[0])[0]
     found = error(case, np.asarray(mine(*first)), *first)
-    entry = report.tuning_entry(case.problem())
+    entry = report.tuning_entry(decision.problem)
     return Result(case, decision, entry, times[SIZES[0]]["ours"], times, temp_bytes, found, left_out)
 
 
 def fastest_config(case: Case, compiled: Callable[..., Any], sets: Sequence[tuple[jax.Array, ...]], count: int) -> Any:
     """The fastest of the `count` most promising configs; None for a count of 0, so that selection chooses."""
-    target, problem = target_for(local_platform()), case.problem()
+    target = target_for(local_platform())
+    problem, _ = served(case.problem(), target.platform)
     family = next(f for f in kernels.families(problem.op, target.platform) if f.refusal(problem) is None)
     tried = {str(config): config for config in family.candidates(problem, target)[:count]}
     if not tried:
@@ -286,6 +286,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--configs", type=int, default=0, help=about)
     about = f"leave lax out where it needs more temporary memory; {LAX_LIMIT_GIB:.0f}"
     parser.add_argument("--lax-limit-gib", type=float, default=LAX_LIMIT_GIB, help=about)
+    about = "layers in training with float32 operands and results, at this precision"
+    parser.add_argument("--float32", choices=("default", "highest"), metavar="PRECISION", help=about)
     report.add_quick_and_json(parser, "fewer rounds, and on the CPU smaller layers")
     return parser.parse_args(argv)
 
@@ -299,6 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
+    if options.float32:
+        selected = ragged_cases.with_float32(selected, options.float32)
     if options.list:
         print("\n".join(f"{case.name}: {', '.join(case.groups)}" for case in selected))
         return 0

@@ -34,6 +34,8 @@ class Case:
       which: "forward", "lhs_gradient" or "rhs_gradient".
       kind: "training" or "decoding".
       out_dtype: of the result.
+      dtype: of the operands.
+      precision: "default" or "highest"; for float32 operands.
     """
 
     m: int
@@ -44,6 +46,7 @@ class Case:
     kind: str = "training"
     out_dtype: str = "bfloat16"
     dtype: str = "bfloat16"
+    precision: str = "default"
 
     @property
     def layer(self) -> str:
@@ -51,7 +54,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.layer}-{self.which}{'-float32' if self.out_dtype == 'float32' else ''}"
+        operands = f"-operands-{self.precision}" if self.dtype == "float32" else ""
+        return f"{self.layer}-{self.which}{'-float32' if self.out_dtype == 'float32' else ''}{operands}"
 
     @property
     def groups(self) -> Iterable[str]:
@@ -69,7 +73,8 @@ class Case:
         k, n = (self.n, self.k) if self.which == "lhs_gradient" else (self.k, self.n)
         mode = "rhs_gradient" if self.which == "rhs_gradient" else "forward"
         order = "gnk" if self.which == "lhs_gradient" else "gkn"
-        return RaggedDotProblem(mode, self.experts, self.m, k, n, self.dtype, self.out_dtype, rhs_order=order)
+        dtypes = self.dtype, self.out_dtype, self.precision
+        return RaggedDotProblem(mode, self.experts, self.m, k, n, *dtypes, rhs_order=order)
 
     def shrunk(self) -> "Case":
         """The case in a size for a CPU."""
@@ -82,6 +87,12 @@ CASES = tuple(
     for layer, which, out in itertools.product((*TRAINING, *DECODING), PASSES, ("bfloat16", "float32"))
     if out == "bfloat16" or which == "rhs_gradient"
 )
+
+
+def with_float32(cases: Iterable[Case], precision: str) -> list[Case]:
+    """The layers in training among the cases, with float32 operands and results."""
+    some = (case for case in cases if case.kind == "training" and case.out_dtype == "bfloat16")
+    return [dataclasses.replace(case, dtype="float32", out_dtype="float32", precision=precision) for case in some]
 
 
 def sizes_of(case: Case, kind: str, seed: int = 0) -> np.ndarray:

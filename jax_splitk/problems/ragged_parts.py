@@ -96,9 +96,10 @@ class InParts:
     ) -> jax.Array:
         """The result of `whole`, by a function that computes `problem`."""
         if self.whole.mode == "rhs_gradient":
-            left, right = (x.reshape(-1, x.shape[-1]) for x in self._interleaved(lhs, rhs, 1))
-            times = len(self.pairs)
-            return product(left, right, jnp.clip(group_sizes, 0, self.whole.m) * times, *group_offset)
+            # The parts of a row follow each other: so they stay in the row's group.
+            stacked = (jnp.stack(self._parts(x, i), 1) for i, x in enumerate((lhs, rhs)))
+            left, right = (x.reshape(-1, x.shape[-1]) for x in stacked)
+            return product(left, right, jnp.clip(group_sizes, 0, self.whole.m) * len(self.pairs), *group_offset)
         if self.pieces == 1:
             return self._piece(product, lhs, rhs, group_sizes, *group_offset)
         k_of_rhs, missing = self.whole.rhs_order.index("k"), self.pieces * self._length - self.whole.k
@@ -117,10 +118,6 @@ class InParts:
         lhs, rhs = (_extended(x, axis, -x.shape[axis] % _MULTIPLE) for x, axis in ((lhs, 1), (rhs, k_of_rhs)))
         left = jnp.concatenate(self._parts(lhs, 0), 1)
         return product(left, jnp.concatenate(self._parts(rhs, 1), k_of_rhs), *rest)
-
-    def _interleaved(self, lhs: jax.Array, rhs: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-        """The parts of each row, one row after the other: so they stay in the row's group."""
-        return jnp.stack(self._parts(lhs, 0), axis), jnp.stack(self._parts(rhs, 1), axis)
 
     def _parts(self, x: jax.Array, operand: int) -> list[jax.Array]:
         """The part of an operand in each pair. Numbers that are not finite are in the last pair alone: there they are

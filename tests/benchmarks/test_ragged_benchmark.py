@@ -83,6 +83,16 @@ def test_other_cases_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 8
 
 
+def test_float32_operands(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The layers in training have float32 operands and results. Their error is that of float32."""
+    path = tmp_path / "report.json"
+    assert ragged.main(["--cases", LAYER, "--float32", "highest", "--against", "lax", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert [r["case"]["which"] for r in results] == [*ragged_cases.PASSES]
+    assert all(r["name"].endswith("-float32-operands-highest") for r in results)
+    assert all(r["error"] < 1e-5 and "lax" in r["ratios"] for r in results)
+
+
 def test_the_chart_has_the_rates_of_training_layers(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TFLOP/s are the operations over each contestant's time; lax has no bar where it was left out."""
     times = {"ours": {"us": 2.0}, "torch": {"us": 4.0}}

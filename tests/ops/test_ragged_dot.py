@@ -225,6 +225,28 @@ def test_gradients_have_their_operands_dtypes() -> None:
         jax_splitk.ragged_dot(lhs, rhs, sizes, compute_dtype="int8")
 
 
+@pytest.mark.parametrize("preferred", [None, "float32"])
+def test_gradients_have_laxs_dtypes(preferred: Any) -> None:
+    """Compares the gradients of operands of any two floating dtypes, of which integers are exact."""
+    rng, sizes = generator(410), jnp.array([2, 0, 3])
+    x, w = _integers(rng, 6, 3), _integers(rng, 3, 3, 4)
+
+    def gradients(product: Any) -> Any:
+        product = functools.partial(product, group_sizes=sizes, preferred_element_type=preferred)
+        found = []
+        for pair in itertools.product(_DTYPES[:3], repeat=2):
+            out, back = jax.vjp(product, jnp.asarray(x, pair[0]), jnp.asarray(w, pair[1]))
+            found.append((out, *back(out)))
+        return found
+
+    ours, theirs = (
+        jax.tree.leaves(jax.jit(lambda f=f: gradients(f))()) for f in (jax_splitk.ragged_dot, lax.ragged_dot)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("mode", ["forward", "rhs_gradient"])
 def test_errors_are_at_most_twice_xlas(mode: Any) -> None:
     """The errors are those of long sums of random numbers, relative to float64."""

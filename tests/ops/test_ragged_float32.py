@@ -244,7 +244,7 @@ def test_the_kernels_compute_it(name: str, precision: str) -> None:
 
 
 def test_short_chains_of_float32_parts() -> None:
-    """At HIGHEST the sums of a gradient of rhs leave the tensor cores every four stages, into one more slot of the
+    """At HIGHEST the sums of a gradient of rhs leave the tensor cores every three stages, into one more slot of the
     workspace for each worker."""
     p = InParts(dataclasses.replace(PROBLEMS["rhs gradient"], m=8192, precision="highest")).problem
     family, config = family_of(p), ragged_config(64, 128, 5)
@@ -376,7 +376,6 @@ def test_the_config_of_jax_says_the_precision() -> None:
 
     for name, expected in (("float32", "highest"), ("tensorfloat32", "high"), (None, "default")):
         with jax.default_matmul_precision(name):
-            found: list[Any] = [
-                each.problem for f in ((grouped, x, w), (dense, x)) for each in jax_splitk.explain(*f).decisions
-            ]
+            decisions = *jax_splitk.explain(grouped, x, w).decisions, *jax_splitk.explain(dense, x).decisions
+            found: list[Any] = [d.problem for d in decisions]
             assert [problem.precision for problem in found] == [expected, expected]

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
+from benchmarks import experts
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, explained, partitioned
 from tests.problems import generator
 
@@ -134,3 +135,29 @@ def test_experts_of_each_device_in_shard_map() -> None:
     expected = jax.value_and_grad(functools.partial(loss, forward), (0, 1))(X, W)
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_block_trains_with_its_experts_on_two_devices() -> None:
+    """A mixture of experts trains some steps: with the experts divided inside `shard_map` its losses are those of one
+    device, and each device multiplies with four of the eight experts in every pass. Sums of a device's cotangents are
+    added in another order."""
+    block = experts.Block(96, width=32, hidden=48, experts=8, chosen=2)
+    one, two = (experts.trained(block, True, 10, devices) for devices in (1, 2))
+    losses = np.array([one["losses"], two["losses"]])
+    assert losses[0, -1] < 0.97 * losses[0, 0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+    mesh = experts.mesh_of(2)
+    weights = jax.jit(block.weights)(jax.random.key(0))
+    with jax_splitk.intercept():
+        step = functools.partial(block.step, mesh=mesh)
+        decisions = jax_splitk.explain(step, weights, *jnp.ones((2, 96, 32))).decisions
+    problems: list[Any] = [d.problem for d in decisions]
+    assert {(p.mode, p.groups, p.total_groups) for p in problems} == {("forward", 4, 8), ("rhs_gradient", 4, 8)}
+    assert sum(d.count for d in decisions) == 7  # the tokens have no gradient
+
+
+@pytest.mark.parametrize("devices", ["0", "3", "1024"])
+def test_experts_are_divided_evenly(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        experts.main(["--tiny", "--devices", devices])
+    assert f"--devices {devices}; accepted: a divisor of 8, at most 8" in capsys.readouterr().err

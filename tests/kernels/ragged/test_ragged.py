@@ -179,6 +179,29 @@ def test_long_float32_sums_leave_the_tensor_cores(workers: int) -> None:
         check(p, config, (m - 10, 3), rng)
 
 
+# ---- the order of threads --------------------------------------------------------------------------------------------
+
+ORDERED = {
+    "forward": (forward(4, 200, out=FLOAT), ragged_config(64, 128, 3)),
+    "rhs gradient, cut tiles": (rhs_gradient(2, 2400, out=FLOAT), ragged_config(64, 128, 5)),
+    "rhs gradient, short chains": (rhs_gradient(2, 900, 8, 8, FLOAT, precision="highest"), ragged_config(64, 128, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERED)
+def test_results_do_not_depend_on_the_order_of_threads(kind: str) -> None:
+    """Runs with threads, copies and late warps in another order give the same bits, near those of float64."""
+    p, config = ORDERED[kind]
+    with seeded(93) as rng:
+        operands = [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape, dtype in p.operand_types[:2]]
+        operands.append(rng.multinomial(p.m - 9, rng.dirichlet(np.ones(p.groups))).astype(np.int32))
+        exact = ragged_dots.exactly(p, *operands)
+        first, *others = (computed(p, config, operands, rng) for _ in range(4))
+    assert np.linalg.norm(first - exact) < 1e-6 * np.linalg.norm(exact)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 # ---- NaN -------------------------------------------------------------------------------------------------------------
 
 
