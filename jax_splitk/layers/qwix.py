@@ -19,10 +19,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import flax
 import jax
 import qwix
-from flax import nnx
+from flax import nnx, traverse_util
+from flax.core import FrozenDict
 
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes, axes_of_einsum
@@ -167,21 +167,21 @@ def quantize_params(params: Any, abstract_quantized_params: Any) -> Any:
       TypeError, ValueError: as `qwix.quantize_params`.
     """
     packed, rest = {}, {}
-    for path, array in flax.traverse_util.flatten_dict(params).items():
+    for path, array in traverse_util.flatten_dict(params).items():
         leaf = _at(abstract_quantized_params, path)
         if isinstance(getattr(leaf, "array", None), PackedWeight):
             packed[path] = leaf.replace(array=_quantized(array, leaf))
         else:
             rest[path] = array
-    others = qwix.quantize_params(flax.traverse_util.unflatten_dict(rest), abstract_quantized_params)
+    others = qwix.quantize_params(traverse_util.unflatten_dict(rest), abstract_quantized_params)
     if isinstance(abstract_quantized_params, nnx.Module):
-        packed = flax.traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(packed)))
-    return flax.traverse_util.unflatten_dict({**flax.traverse_util.flatten_dict(others), **packed})
+        packed = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(packed)))
+    return traverse_util.unflatten_dict({**traverse_util.flatten_dict(others), **packed})
 
 
 def _at(tree: Any, path: Sequence[Any]) -> Any:
     for key in path:
-        mapping = isinstance(tree, dict | flax.core.FrozenDict) or isinstance(key, int)
+        mapping = isinstance(tree, dict | FrozenDict) or isinstance(key, int)
         tree = tree[key] if mapping and tree is not None else getattr(tree, str(key), None)
     return tree
 
