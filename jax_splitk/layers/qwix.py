@@ -26,17 +26,14 @@ from flax.core import FrozenDict
 
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes, axes_of_einsum
-from jax_splitk.quantized.packed_weight import PackedWeight, prepack
+from jax_splitk.quantized import description
+from jax_splitk.quantized.packed_weight import STATIC, PackedWeight, prepack
 from jax_splitk.runtime.arguments import wider
 
 log = logging.getLogger("jax_splitk")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["words", "scale", "zero_point"],
-    meta_fields=["dims", "contracted", "qtype", "group_size", "zero_dtype", "layout"],
-)
+@functools.partial(description.register, names=description.PACKED, static_names=STATIC)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedQArray(PackedWeight):
     """A packed weight in the place of qwix's QArray."""
@@ -186,7 +183,7 @@ def _at(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
-def _quantized(array: jax.Array, leaf: Any) -> Any:
+def _quantized(array: Any, leaf: Any) -> Any:
     """The packed weight for an array, from the abstract leaf that says how each layer of the stack is quantized."""
     w = leaf.array
     layers = w.ndim - len(leaf.how.channelwise_axes) - len(w.contracted)
