@@ -75,6 +75,12 @@ class _Packing(qwix.PtqProvider):
         token = _packing.set(given)
         try:
             yield
+        except AssertionError as error:
+            # qwix gives the names of the kernel's axes to the words and scales, which have other axes.
+            if given is None or "spec" not in str(error):
+                raise
+            names = f"a kernel of shape {weight.shape} with sharding names"
+            raise ValueError(f"{names}; accepted: a kernel without, or qwix's own provider") from error
         finally:
             _packing.reset(token)
 

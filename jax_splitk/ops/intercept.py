@@ -84,11 +84,10 @@ def intercept(
     `conv_with_general_padding`, `conv`, `ragged_dot` and `ragged_dot_general`. `jax.numpy.einsum`, `dot`, `matmul`,
     `tensordot` and `jax.lax.dot_general` take quantized weights, too; products of arrays stay JAX's.
 
-    Only the forward call must lie inside:
-    the gradient may be taken outside, as in `jax.grad(loss)`. A function of `jax.jit` that was traced outside is traced
-    again inside, and the other way round, because the block is part of jit's cache key; a function that was lowered or
-    compiled ahead of time stays as it is. What lax accepts and jax_splitk does not is left to lax, with a line in the
-    log.
+    Only the forward call must lie inside: the gradient may be taken outside, as in `jax.grad(loss)`. A function of
+    `jax.jit` that was traced outside is traced again inside, and the other way round, because the block is part of
+    jit's cache key; a function that was lowered or compiled ahead of time stays as it is. What lax accepts and
+    jax_splitk does not is left to lax, with a line in the log.
 
     Blocks nest: an argument that an inner block does not name is the outer block's. `intercept()` inside of
     `jax_splitk.options` takes its defaults.

@@ -186,6 +186,28 @@ def test_layers_of_users_multiply_by_packed_weights() -> None:
             flax_nnx.quantize(nnx.List([Own("ab,bc->ac", 64, 64)]), jax_splitk.QuantizationRule("w", "int4"))
 
 
+def test_weights_are_data_of_modules() -> None:
+    class Net(nnx.Module):
+        def __init__(self, w: Any) -> None:
+            self.w = w
+
+    w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((64, 32)), "int4", group_size=32))
+    for each in (w, jax_splitk.unpack(w), jax_splitk.PermutedWeight(w, jnp.arange(64))):
+        x = jnp.ones((2, 64))
+        y = nnx.jit(lambda net, x: x @ net.w)(Net(each), x)
+        np.testing.assert_allclose(y, x @ w, rtol=1e-6)
+
+
+def test_a_packed_kernel_that_is_set_by_hand_is_refused() -> None:
+    """`set_kernel` is needed, since the layer converts its kernel to an array."""
+    layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    layer.kernel = nnx.Param(jax_splitk.prepack(jax_splitk.quantize(jnp.ones((64, 32)), "int4", group_size=32)))
+    with pytest.raises(
+        TypeError, match=r"PackedWeight used as an array; accepted: x @ w, jax_splitk\.quantized_matmul"
+    ):
+        layer(jnp.ones((2, 64)))
+
+
 def test_gradients_and_optimizers_of_params_leave_packed_kernels_alone() -> None:
     with seeded(3) as rng:
         model = made(rng, models.QwenLayer, False)
