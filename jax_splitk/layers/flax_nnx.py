@@ -17,12 +17,12 @@ from flax import nnx
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.checkpoints.weight import PermutedWeight
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes
 from jax_splitk.quantized.array import QuantizedArray, is_weight
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.params import QuantizationRule, quantized, rules_of
+from jax_splitk.quantized.permuted import PermutedWeight
 
 for _kind in (PackedWeight, QuantizedArray, PermutedWeight):
     nnx.register_data_type(_kind)  # as attributes of modules they are data, as arrays are
