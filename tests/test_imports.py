@@ -20,7 +20,7 @@ first = set(sys.modules)
 jax_splitk.kernels.families("conv_wgrad")
 print(json.dumps([sorted(first - before), sorted(set(sys.modules) - first)]))
 """
-WAITS = {"jax_splitk.cli", "jax_splitk.tuning.bar", "matplotlib", "scipy", "tqdm"}
+WAITS = {"equinox", "flax", "jax_splitk.cli", "jax_splitk.tuning.bar", "matplotlib", "qwix", "scipy", "tqdm"}
 
 
 def test_import_loads_no_family_and_nothing_heavy() -> None:

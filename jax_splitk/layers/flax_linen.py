@@ -32,9 +32,12 @@ def intercept() -> Iterator[None]:
     """A context manager and decorator: inside, linen's Dense, DenseGeneral and Einsum multiply by packed kernels.
 
     A layer whose kernel is a PackedWeight or a QuantizedArray computes the product with it, with the layer's dtypes and
-    bias. All else is as outside, Embed and its `attend`, too. It acts while the model is traced, under linen's lifted
-    transformations, too. A scan or vmap over layers has the layers' axis first (`variable_axes={"params": 0}`). A
-    layer's own `dot_general` is not used with such a kernel.
+    bias. In layers of your own, `self.param` returns a quantized weight as it is, without a check of its shape. Call
+    `x @ w` or `jax_splitk.quantized_einsum` there, or open `jax_splitk.intercept()` as well, in which `jnp.einsum` and
+    the like take quantized weights. All else is as outside, Embed and its `attend`, too.
+
+    It acts while the model is traced, under linen's lifted transformations, too. A scan or vmap over layers has the
+    layers' axis first (`variable_axes={"params": 0}`). A layer's own `dot_general` is not used with a packed kernel.
 
     Raises:
       TypeError, ValueError: as `quantized_dot_general` and `quantized_einsum`, where a layer does not contract the axes
@@ -59,8 +62,8 @@ def quantize(
       model: a linen module.
       variables: what `model.apply` takes: {"params": ...}. Arrays or jax.ShapeDtypeStruct. Boxes, such as
         nn.Partitioned, are removed.
-      rules: as in `jax_splitk.quantize_params`. Only these layers' kernels are matched. A rule needs no axis and no
-        stack.
+      rules: as in `jax_splitk.quantize_params`. A rule without an axis applies to these layers' kernels only, whose
+        axes and stack are known. One with an axis applies to any parameter, such as those of your own layers.
       *args: of `model.apply`; arrays may be jax.ShapeDtypeStruct.
       **kwargs: of `model.apply`, such as `rngs` and `method`.
 
@@ -74,8 +77,9 @@ def quantize(
     axes = axes_of(model, variables, *args, **kwargs)
     flat, tree = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=is_weight)
     leaves = {path_of(keys): leaf for keys, leaf in flat}
-    found = rules_of([path for path in leaves if path in axes], rules)
-    full = {path: axes[path].completed(rule, path, leaves[path].ndim) for path, rule in found.items()}
+    found = rules_of(list(leaves), rules, axes)
+    known = {path: axes[path].completed(found[path], path, leaves[path].ndim) for path in found if path in axes}
+    full = {**found, **known}
     packed = [quantized(path, leaf, full.get(path)) for path, leaf in leaves.items()]
     return {**variables, "params": jax.tree.unflatten(tree, packed)}
 
@@ -116,10 +120,39 @@ def _recording(record: _Record) -> Any:
 
 def _multiply(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     layer, module = _layer(context), context.module
-    if layer is None or not module.has_variable("params", "kernel"):
+    kernel = _weight(module, "kernel")
+    if layer is not None and kernel is not None:
+        return _CALLS[layer](module, kernel, *args, **kwargs)
+    with _unchecked(module):
         return call(*args, **kwargs)
-    kernel = linen.meta.unbox(module.get_variable("params", "kernel"))
-    return _CALLS[layer](module, kernel, *args, **kwargs) if is_weight(kernel) else call(*args, **kwargs)
+
+
+def _weight(module: Any, name: str) -> Any:
+    """A module's parameter, if it is a quantized weight; else None."""
+    if module.scope is None or not module.has_variable("params", name):
+        return None
+    value = linen.meta.unbox(module.get_variable("params", name))
+    return value if is_weight(value) else None
+
+
+@contextmanager
+def _unchecked(module: Any) -> Iterator[None]:
+    """The module's own `param` returns quantized weights as they are: linen would compare their leaves' shapes with
+    those of the initial value."""
+    if "param" in vars(module):  # a method that another one calls
+        yield
+        return
+    plain = module.param
+
+    def param(name: str, *args: Any, **kwargs: Any) -> Any:
+        weight = _weight(module, name)
+        return plain(name, *args, **kwargs) if weight is None else weight
+
+    object.__setattr__(module, "param", param)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "param")
 
 
 def _promoted(module: Any, inputs: Any, kernel: Any) -> tuple[Any, Any]:

@@ -19,9 +19,13 @@ from jax.typing import DTypeLike
 
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes
-from jax_splitk.quantized.array import is_weight
+from jax_splitk.quantized.array import QuantizedArray, is_weight
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.params import QuantizationRule, quantized, rules_of
+from jax_splitk.quantized.permuted import PermutedWeight
+
+for _kind in (PackedWeight, QuantizedArray, PermutedWeight):
+    nnx.register_data_type(_kind)  # as attributes of modules they are data, as arrays are
 
 
 class PackedKernel(nnx.Variable[Any]):
@@ -39,28 +43,36 @@ def quantize(model: nnx.Module, rules: QuantizationRule | Sequence[QuantizationR
 
     Args:
       model: an nnx module; abstract, as `nnx.eval_shape` makes it, it stays so.
-      rules: as in `jax_splitk.quantize_params`. Only these layers' kernels are matched, by paths such as
-        "layers/0/attention/query/kernel". A rule needs no axis and no stack.
+      rules: as in `jax_splitk.quantize_params`, for paths such as "layers/0/attention/query/kernel". A rule without an
+        axis applies to these layers' kernels only, whose axes and stack are known. One with an axis applies to any
+        `nnx.Param`. Layers of your own then multiply by a quantized weight: call `x @ w` or
+        `jax_splitk.quantized_einsum` there, or open `jax_splitk.intercept()`, in which `jnp.einsum` and the like take
+        quantized weights.
 
     Raises:
       ValueError, TypeError: as `jax_splitk.quantize_params`; the model is unchanged. An Einsum without `einsum_str`
         needs an axis in its rule.
     """
-    kernels = dict(_kernels(model))
-    found = rules_of(list(kernels), rules)
-    packed: dict[int, PackedKernel] = {}  # layers may share a variable
+    params = dict(_params(model))
+    kernels = {path for path, (module, name) in params.items() if isinstance(module, _LAYERS) and name == "kernel"}
+    packed: dict[int, PackedKernel] = {}  # modules may share a variable
     changes = []
-    for path, rule in found.items():
-        layer = kernels[path]
+    for path, rule in rules_of(list(params), rules, kernels).items():
+        module, name = params[path]
+        param = getattr(module, name)
         if rule.dtype is None:
             continue
-        value = layer.kernel.get_raw_value()
-        own = rule if rule.axis is not None else _axes_of(layer, path).completed(rule, path, len(value.shape))
-        if id(layer.kernel) not in packed:
-            packed[id(layer.kernel)] = PackedKernel(quantized(path, value, own))
-        changes.append((layer, packed[id(layer.kernel)]))
-    for layer, kernel in changes:
-        set_kernel(layer, kernel)
+        value = param.get_raw_value()
+        own = rule if rule.axis is not None else _axes_of(module, path).completed(rule, path, len(value.shape))
+        if id(param) not in packed:
+            packed[id(param)] = PackedKernel(quantized(path, value, own))
+        changes.append((path, packed[id(param)]))
+    for path, kernel in changes:
+        module, name = params[path]
+        if path in kernels:
+            set_kernel(module, kernel)
+        else:
+            setattr(module, name, kernel)
 
 
 def set_kernel(layer: nnx.Linear | nnx.LinearGeneral | nnx.Einsum, kernel: Any) -> None:
@@ -104,11 +116,12 @@ def set_kernel(layer: nnx.Linear | nnx.LinearGeneral | nnx.Einsum, kernel: Any) 
 _LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
-def _kernels(model: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """The layers whose kernels can be quantized, by the kernels' paths."""
+def _params(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The modules and attributes that hold parameters, by path."""
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, _LAYERS):
-            yield "/".join(map(str, (*path, "kernel"))), module
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Param | PackedKernel):
+                yield "/".join(map(str, (*path, name))), (module, name)
 
 
 def _axes_of(layer: Any, path: str) -> Axes:

@@ -19,24 +19,21 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import flax
 import jax
 import qwix
-from flax import nnx
+from flax import nnx, traverse_util
+from flax.core import FrozenDict
 
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes, axes_of_einsum
-from jax_splitk.quantized.packed_weight import PackedWeight, prepack
+from jax_splitk.quantized import description
+from jax_splitk.quantized.packed_weight import STATIC, PackedWeight, prepack
 from jax_splitk.runtime.arguments import wider
 
 log = logging.getLogger("jax_splitk")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["words", "scale", "zero_point"],
-    meta_fields=["dims", "contracted", "qtype", "group_size", "zero_dtype", "layout"],
-)
+@functools.partial(description.register, names=description.PACKED, static_names=STATIC)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedQArray(PackedWeight):
     """A packed weight in the place of qwix's QArray."""
@@ -78,6 +75,12 @@ class _Packing(qwix.PtqProvider):
         token = _packing.set(given)
         try:
             yield
+        except AssertionError as error:
+            # qwix gives the names of the kernel's axes to the words and scales, which have other axes.
+            if given is None or "spec" not in str(error):
+                raise
+            names = f"a kernel of shape {weight.shape} with sharding names"
+            raise ValueError(f"{names}; accepted: a kernel without, or qwix's own provider") from error
         finally:
             _packing.reset(token)
 
@@ -167,26 +170,26 @@ def quantize_params(params: Any, abstract_quantized_params: Any) -> Any:
       TypeError, ValueError: as `qwix.quantize_params`.
     """
     packed, rest = {}, {}
-    for path, array in flax.traverse_util.flatten_dict(params).items():
+    for path, array in traverse_util.flatten_dict(params).items():
         leaf = _at(abstract_quantized_params, path)
         if isinstance(getattr(leaf, "array", None), PackedWeight):
             packed[path] = leaf.replace(array=_quantized(array, leaf))
         else:
             rest[path] = array
-    others = qwix.quantize_params(flax.traverse_util.unflatten_dict(rest), abstract_quantized_params)
+    others = qwix.quantize_params(traverse_util.unflatten_dict(rest), abstract_quantized_params)
     if isinstance(abstract_quantized_params, nnx.Module):
-        packed = flax.traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(packed)))
-    return flax.traverse_util.unflatten_dict({**flax.traverse_util.flatten_dict(others), **packed})
+        packed = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(packed)))
+    return traverse_util.unflatten_dict({**traverse_util.flatten_dict(others), **packed})
 
 
 def _at(tree: Any, path: Sequence[Any]) -> Any:
     for key in path:
-        mapping = isinstance(tree, dict | flax.core.FrozenDict) or isinstance(key, int)
+        mapping = isinstance(tree, dict | FrozenDict) or isinstance(key, int)
         tree = tree[key] if mapping and tree is not None else getattr(tree, str(key), None)
     return tree
 
 
-def _quantized(array: jax.Array, leaf: Any) -> Any:
+def _quantized(array: Any, leaf: Any) -> Any:
     """The packed weight for an array, from the abstract leaf that says how each layer of the stack is quantized."""
     w = leaf.array
     layers = w.ndim - len(leaf.how.channelwise_axes) - len(w.contracted)

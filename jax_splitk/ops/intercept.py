@@ -1,4 +1,5 @@
-"""Routing the convolutions and grouped products of code that cannot be changed: `intercept`."""
+"""Routing the convolutions, grouped products and products with quantized weights of code that cannot be changed:
+`intercept`."""
 
 import contextlib
 import dataclasses
@@ -16,6 +17,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_splitk.ops import quantized_numpy
 from jax_splitk.ops.conv import conv_general_dilated
 from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_splitk.problems.conv_reference import lax_conv
@@ -68,7 +70,7 @@ def intercept(
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
 ) -> Any:
-    """Makes convolutions and grouped products of unchanged code jax_splitk's: in a block it replaces those of jax.lax.
+    """Makes convolutions and products of unchanged code jax_splitk's: in a block it replaces those of JAX.
 
     A context manager and a decorator, for models of Equinox, Haiku, Flax's ConvTranspose and the like, and for mixtures
     of experts on `jax.lax.ragged_dot`, as those of MaxText:
@@ -79,17 +81,19 @@ def intercept(
     Without arguments, `@jax_splitk.intercept` is enough.
 
     It acts on what this thread traces inside the block: calls of `jax.lax.conv_general_dilated`, `conv_transpose`,
-    `conv_with_general_padding`, `conv`, `ragged_dot` and `ragged_dot_general`. Only the forward call must lie inside:
-    the gradient may be taken outside, as in `jax.grad(loss)`. A function of `jax.jit` that was traced outside is traced
-    again inside, and the other way round, because the block is part of jit's cache key; a function that was lowered or
-    compiled ahead of time stays as it is. What lax accepts and jax_splitk does not is left to lax, with a line in the
-    log.
+    `conv_with_general_padding`, `conv`, `ragged_dot` and `ragged_dot_general`. `jax.numpy.einsum`, `dot`, `matmul`,
+    `tensordot` and `jax.lax.dot_general` take quantized weights, too; products of arrays stay JAX's.
+
+    Only the forward call must lie inside: the gradient may be taken outside, as in `jax.grad(loss)`. A function of
+    `jax.jit` that was traced outside is traced again inside, and the other way round, because the block is part of
+    jit's cache key; a function that was lowered or compiled ahead of time stays as it is. What lax accepts and
+    jax_splitk does not is left to lax, with a line in the log.
 
     Blocks nest: an argument that an inner block does not name is the outer block's. `intercept()` inside of
     `jax_splitk.options` takes its defaults.
 
-    While any block is open, in any thread, these six attributes of the module `jax.lax` are replaced; other threads
-    reach lax through them as before, and the last block that is left puts them back. The jaxpr is not rewritten
+    While any block is open, in any thread, these attributes of `jax.lax` and `jax.numpy` are replaced; other threads
+    reach JAX through them as before, and the last block that is left puts them back. The jaxpr is not rewritten
     instead: it shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that is
     replaced in it is one that lax has differentiated or batched already. Nor is the primitive replaced: lax's own
     rules, which our backward pass uses, call it, too. So a function that was imported by its name (`from jax.lax import
@@ -138,36 +142,37 @@ def _block(
 
 
 class _Patch(contextlib.AbstractContextManager[None]):
-    """Replaces the functions of `jax.lax` while any block is open."""
+    """Replaces the functions of `jax.lax` and `jax.numpy` while any block is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
-        self._replaced: dict[str, tuple[Any, Any]] = {}  # by name: what was there, what is there now
+        # By module and name: what was there, what is there now.
+        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def __enter__(self) -> None:
         with self._lock:
             self._blocks += 1
             if self._blocks == 1:
-                self._replaced = {name: (getattr(lax, name), new) for name, new in _replacements().items()}
-                for name, (_, new) in self._replaced.items():
-                    setattr(lax, name, new)
+                self._replaced = {at: (getattr(*at), new) for at, new in _replacements().items()}
+                for at, (_, new) in self._replaced.items():
+                    setattr(*at, new)
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._blocks -= 1
             if self._blocks == 0:
-                for name, (old, new) in self._replaced.items():
-                    if getattr(lax, name) is new:  # else somebody has replaced it in turn; it does no harm
-                        setattr(lax, name, old)
+                for at, (old, new) in self._replaced.items():
+                    if getattr(*at) is new:  # else somebody has replaced it in turn; it does no harm
+                        setattr(*at, old)
 
 
-# One for the process, which has one module `jax.lax`.
+# One for the process, which has each module once.
 _patch = _Patch()
 
 
-def _replacements() -> dict[str, Callable[..., Any]]:
-    """The functions that replace those of `jax.lax`, by name."""
+def _replacements() -> dict[tuple[Any, str], Callable[..., Any]]:
+    """The functions that replace those of JAX, by module and name."""
     routed = {name: functools.partial(_routed, theirs, ours) for name, (theirs, ours) in _ROUTES.items()}
     found = {name: _dispatcher(getattr(lax, name), inside) for name, inside in routed.items()}
     for name in _CALLERS:
@@ -178,7 +183,8 @@ def _replacements() -> dict[str, Callable[..., Any]]:
         copy = types.FunctionType(function.__code__, namespace, *given)
         copy.__kwdefaults__ = function.__kwdefaults__
         found[name] = _dispatcher(function, copy)
-    return found
+    products = {at: _dispatcher(getattr(*at), inside) for at, inside in quantized_numpy.functions().items()}
+    return {(lax, name): function for name, function in found.items()} | products
 
 
 def _dispatcher(function: Callable[..., Any], inside: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,8 @@ class Weight:
         """`w[...]`, which frameworks read variables by, is the weight itself."""
         if index is ...:
             return self
-        raise IndexError(f"index {index!r} of a {type(self).__name__}; accepted: ... (a PackedWeight can be indexed)")
+        # No IndexError, which would make iteration end at once.
+        raise TypeError(f"index {index!r} of a {type(self).__name__}; accepted: ... (a PackedWeight can be indexed)")
 
     def astype(self: Any, dtype: DTypeLike) -> Any:
         """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""

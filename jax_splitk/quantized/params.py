@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,20 +85,31 @@ def path_of(keys: Sequence[Any]) -> str:
 
 
 def rules_of(
-    paths: Sequence[str], rules: QuantizationRule | Sequence[QuantizationRule]
+    paths: Sequence[str], rules: QuantizationRule | Sequence[QuantizationRule], layers: Container[str] | None = None
 ) -> Mapping[str, QuantizationRule]:
-    """The rule for each path that one applies to. Raises ValueError if there is a rule for none of them."""
+    """The rule for each path that one applies to.
+
+    `layers` are the paths of layers' kernels, whose axes are known. Rules without an axis then apply to no others.
+    Raises ValueError if there is a rule for none of the paths.
+    """
     every: list[QuantizationRule] = list(rules) if isinstance(rules, list | tuple) else [rules]  # pyright: ignore
     for rule in every:
         require(isinstance(rule, QuantizationRule), f"rules with {rule!r}", "jax_splitk.QuantizationRule", TypeError)
-    found = {path: rule for path in paths for rule in reversed(every) if re.search(rule.pattern, path)}
+
+    def applies(rule: QuantizationRule, path: str) -> bool:
+        takes = layers is None or path in layers or rule.axis is not None or rule.dtype is None
+        return takes and re.search(rule.pattern, path) is not None
+
+    found = {path: rule for path in paths for rule in reversed(every) if applies(rule, path)}
     for i, rule in enumerate(every):
         if not any(rule is used for used in found.values()):
-            earlier = [path for path in paths if re.search(rule.pattern, path)]
+            earlier = [path for path in paths if applies(rule, path)]
             why = f"; earlier rules take {_some(earlier)}" if earlier else ""
+            of = "parameter" if layers is None else "kernel of a layer"
+            known = [path for path in paths if layers is None or path in layers]
             raise ValueError(
-                f"pattern={rule.pattern!r} of rule {i} applies to no parameter{why}; accepted: a regular expression "
-                f"that is found in one of the paths {_some(paths)}"
+                f"pattern={rule.pattern!r} of rule {i} applies to no {of}{why}; accepted: a regular expression that is "
+                f"found in one of the paths {_some(known)}"
             )
     return found
 

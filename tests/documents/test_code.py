@@ -43,7 +43,7 @@ ELSEWHERE = {
     "LD_PRELOAD": "the same",
 }
 LANGUAGES = {"python", "bash", "json", "text", "cpp"}
-FRAMEWORKS = ("flax", "equinox", "haiku", "optax")
+FRAMEWORKS = ("flax", "equinox", "haiku", "optax", "qwix")
 
 
 @pytest.fixture
@@ -66,6 +66,7 @@ def test_languages_are_known() -> None:
 def page(path: pathlib.Path) -> Any:
     """A parameter for a page. Guides take long, so only `make test-all` runs them."""
     marks = [pytest.mark.exhaustive] if path.parent.name == "guides" else []
+    marks.append(pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix.*"))  # it uses names that flax deprecates
     return pytest.param(path, id=markdown.name(path), marks=marks)
 
 

@@ -148,5 +148,47 @@ def test_kernels_of_other_axes_are_refused() -> None:
     packed = flax_linen.quantize(model, variables, rule, x)
     with flax_linen.intercept(), pytest.raises(ValueError, match=r"contracts axes \(0, 1\).*accepted: contracted axes"):
         model.apply(packed, x)
-    with pytest.raises(ValueError, match=r"pattern='nothing' of rule 0 applies to no parameter; .*'kernel'"):
+    with pytest.raises(ValueError, match=r"pattern='nothing' of rule 0 applies to no kernel of a layer; .*'kernel'"):
         flax_linen.quantize(model, variables, jax_splitk.QuantizationRule("nothing", "int4"), x)
+
+
+class Own(linen.Module):
+    """A layer of a user: Gemma's einsum."""
+
+    shape: tuple[int, ...]
+
+    @linen.compact
+    def __call__(self, subscripts: str, x: Any) -> Any:
+        return jnp.einsum(subscripts, x, self.param("w", linen.initializers.normal(), self.shape))
+
+
+class OwnBlock(linen.Module):
+    def setup(self) -> None:
+        self.w = self.param("w", linen.initializers.normal(), (64, 64))
+        self.gain = self.param("gain", linen.initializers.normal(), (64,))
+        self.einsum = Own((4, 64, 32))
+
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        return self.scaled(x @ self.w), self.einsum("btd,ndh->btnh", x)
+
+    def scaled(self, x: Any) -> Any:
+        return x * self.gain
+
+
+def test_layers_of_users_multiply_by_packed_weights() -> None:
+    """Parameters of `setup` and of a compact method, under scan, too."""
+    with seeded(4) as rng:
+        x = jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.float32)
+        scan = linen.scan(OwnBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        for model, stack in ((OwnBlock(), 0), (scan(), 1)):
+            arguments = (x, None) if stack else (x,)
+            variables = filled(jax.eval_shape(model.init, jax.random.key(0), *arguments), rng)
+            rules = [
+                jax_splitk.QuantizationRule("^w$", "int4", group_size=32, axis=stack, stack=stack),
+                jax_splitk.QuantizationRule("einsum/w", "int4", group_size=32, axis=stack + 1, stack=stack),
+            ]
+            packed = {"params": jax_splitk.quantize_params(variables["params"], rules)}
+            with flax_linen.intercept(), jax_splitk.intercept():
+                y, heads = jax.jit(model.apply)(packed, *arguments)
+            exact, of_heads = model.apply(dequantized(packed), *arguments)
+            assert relative(y, exact) < 1e-5 and relative(heads, of_heads) < 1e-5

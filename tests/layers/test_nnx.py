@@ -156,6 +156,58 @@ def test_weights_of_checkpoints_multiply_in_layers() -> None:
             general(x.T)
 
 
+class Own(nnx.Module):
+    """A layer of a user: Gemma's einsum."""
+
+    def __init__(self, subscripts: str, *shape: int) -> None:
+        self.subscripts, self.w = subscripts, nnx.Param(jnp.ones(shape))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.einsum(self.subscripts, x, self.w) + jnp.einsum(self.subscripts, x, self.w[...].astype(x.dtype))
+
+
+def test_layers_of_users_multiply_by_packed_weights() -> None:
+    with seeded(5) as rng:
+        x = jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.bfloat16)
+        net = nnx.List([Own("btd,ndh->btnh", 4, 64, 32), nnx.Linear(64, 32, rngs=nnx.Rngs(0))])
+        net[0].w.set_value(jnp.asarray(rng.standard_normal((4, 64, 32)), jnp.bfloat16))
+        rules = [jax_splitk.QuantizationRule(r"0/w", "int4", group_size=32, axis=1), INT4]
+        flax_nnx.quantize(net, rules)
+        assert type(net[0].w) is flax_nnx.PackedKernel and type(net[1].kernel) is flax_nnx.PackedKernel
+        weight = net[0].w.get_raw_value()
+        with jax_splitk.intercept():
+            y = nnx.jit(lambda layer, x: layer(x))(net[0], x)
+            check_products(net[0], x, products=2)
+        assert y.dtype == jnp.bfloat16
+        assert (
+            relative(y, 2 * jnp.einsum("btd,ndh->btnh", x.astype(jnp.float32), dequantized(weight, jnp.float32))) < 0.01
+        )
+        with pytest.raises(ValueError, match="pattern='w' of rule 0 applies to no kernel of a layer"):
+            flax_nnx.quantize(nnx.List([Own("ab,bc->ac", 64, 64)]), jax_splitk.QuantizationRule("w", "int4"))
+
+
+def test_weights_are_data_of_modules() -> None:
+    class Net(nnx.Module):
+        def __init__(self, w: Any) -> None:
+            self.w = w
+
+    w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((64, 32)), "int4", group_size=32))
+    for each in (w, jax_splitk.unpack(w), jax_splitk.PermutedWeight(w, jnp.arange(64))):
+        x = jnp.ones((2, 64))
+        y = nnx.jit(lambda net, x: x @ net.w)(Net(each), x)
+        np.testing.assert_allclose(y, x @ w, rtol=1e-6)
+
+
+def test_a_packed_kernel_that_is_set_by_hand_is_refused() -> None:
+    """`set_kernel` is needed, since the layer converts its kernel to an array."""
+    layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    layer.kernel = nnx.Param(jax_splitk.prepack(jax_splitk.quantize(jnp.ones((64, 32)), "int4", group_size=32)))
+    with pytest.raises(
+        TypeError, match=r"PackedWeight used as an array; accepted: x @ w, jax_splitk\.quantized_matmul"
+    ):
+        layer(jnp.ones((2, 64)))
+
+
 def test_gradients_and_optimizers_of_params_leave_packed_kernels_alone() -> None:
     with seeded(3) as rng:
         model = made(rng, models.QwenLayer, False)
@@ -216,7 +268,9 @@ def test_what_cannot_be_quantized_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"1/kernel of shape \(48, 64\): group_size=32 of 48 elements"):
         flax_nnx.quantize(model, INT4)
     assert not any(isinstance(layer.kernel, flax_nnx.PackedKernel) for layer in model)
-    with pytest.raises(ValueError, match=r"pattern='bias' of rule 0 applies to no parameter; .*'0/kernel', '1/kernel'"):
+    with pytest.raises(
+        ValueError, match=r"pattern='bias' of rule 0 applies to no kernel of a layer; .*'0/kernel', '1/kernel'"
+    ):
         flax_nnx.quantize(model, jax_splitk.QuantizationRule("bias", "int4"))
     einsum = nnx.Einsum("a...,...ab->b...", (64, 64), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"kernel; accepted: 'x,kernel->result', no ellipsis in the kernel"):

@@ -136,3 +136,13 @@ def test_what_packing_does_not_take_stays_qwixs(caplog: pytest.LogCaptureFixture
     rule = qwix.QuantizationRule(weight_qtype="int8", act_qtype="int8")
     model = qwix.quantize_model(conv, packed.PtqProvider([rule]), jnp.ones((1, 8, 64)))
     assert isinstance(model.kernel.array, qwix.QArray)
+
+
+def test_kernels_with_sharding_names_are_refused() -> None:
+    kernel_init = linen.with_partitioning(linen.initializers.ones, (None, "tp"))
+    rule = qwix.QuantizationRule(weight_qtype="int4", tile_size=32)
+    model = qwix.quantize_model(linen.Dense(96, kernel_init=kernel_init), packed.PtqProvider([rule]))
+    with pytest.raises(
+        ValueError, match=r"a kernel of shape \(64, 96\) with sharding names; accepted: a kernel without"
+    ):
+        model.init(jax.random.key(0), jnp.ones((2, 64)))
