@@ -17,7 +17,8 @@ from jax import numpy as jnp
 from jax.core import Tracer
 
 from jax_splitk.quantized import description
-from jax_splitk.quantized.state import as_like, built, is_quantized, named
+from jax_splitk.quantized.permuted import KEY
+from jax_splitk.quantized.state import arrays_of, as_like, built, is_quantized, named
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.safetensors_file import DTYPES, CheckpointError, SafetensorsFile
 
@@ -35,8 +36,8 @@ def save_file(tree: Any, path: str | os.PathLike[str]) -> None:
     their devices one at a time.
 
     Args:
-      tree: a pytree of arrays and numbers of any dtype, PackedWeights and QuantizedArrays. The name of a tensor is the
-        keys to it, joined with dots.
+      tree: a pytree of arrays and numbers of any dtype, PackedWeights, QuantizedArrays and PermutedWeights. The name of
+        a tensor is the keys to it, joined with dots.
       path: the file, which is replaced if it exists.
 
     Raises:
@@ -58,8 +59,8 @@ def save_file(tree: Any, path: str | os.PathLike[str]) -> None:
         leaves[name] = {"path": [_entry(key) for key in keys]}
         parts = {name: leaf}
         if is_quantized(leaf):
-            leaves[name]["weight"] = static = leaf.static
-            parts = {_joined(name, part): getattr(leaf, part) for part in description.leaf_names(static)}
+            leaves[name]["weight"] = leaf.static
+            parts = {_joined(name, part): array for part, array in arrays_of(leaf).items()}
         for part, array in parts.items():
             if part in arrays:
                 raise ValueError(f"a tree with two arrays of the name {part!r}; accepted: names that differ")
@@ -96,7 +97,8 @@ def load_file(path: str | os.PathLike[str], like: Any = None) -> Any:
     file = SafetensorsFile(os.fspath(path))
     try:
         tree = _tree(file)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    # NumPy parses the name of a dtype as Python's syntax.
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, SyntaxError) as error:
         raise CheckpointError(f"{file.path}: damaged, or of another version of jax_splitk: {error}") from None
     if like is None:
         return jax.tree.map(lambda x: _placed(x, None), tree)
@@ -204,7 +206,7 @@ def _leaf(name: str, static: dict[str, Any] | None, arrays: dict[str, np.ndarray
     if static is None:
         return arrays.pop(name)
     static = {key: tuple(value) if isinstance(value, list) else value for key, value in static.items()}
-    parts = {part: _joined(name, part) for part in description.leaf_names(static)}
+    parts = {part: _joined(name, part) for part in (*description.leaf_names(static), *(["order"] * (KEY in static)))}
     try:
         return built(static, {part: arrays.pop(key) for part, key in parts.items() if key in arrays})
     except (KeyError, TypeError, ValueError) as error:

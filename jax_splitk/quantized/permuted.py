@@ -5,13 +5,16 @@ import functools
 from typing import Any
 
 import jax
+from jax import export
 from jax import numpy as jnp
 
 from jax_splitk.quantized.array import Weight, brief
 from jax_splitk.runtime.arguments import require
 
+# The key of `weight` in a tree's paths, and so in files. No other node has it and "order".
+KEY = "permuted"
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "order"], meta_fields=[])
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PermutedWeight(Weight):
     """A weight whose rows are in another order than the features of x: GPTQ's act-order (`desc_act`).
@@ -38,6 +41,11 @@ class PermutedWeight(Weight):
         return f"PermutedWeight({self.weight!r}, order={brief(self.order)})"
 
     @property
+    def static(self) -> dict[str, Any]:
+        """What the arrays do not say, by name."""
+        return {**self.weight.static, KEY: True}
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape
 
@@ -56,3 +64,24 @@ class PermutedWeight(Weight):
         for _ in stack:
             take = jax.vmap(take)
         return take(x, self.order)
+
+
+def _flatten(w: PermutedWeight) -> tuple[tuple[Any, Any], None]:
+    return (w.weight, w.order), None
+
+
+def _flatten_with_keys(w: PermutedWeight) -> Any:
+    return ((jax.tree_util.GetAttrKey(KEY), w.weight), (jax.tree_util.GetAttrKey("order"), w.order)), None
+
+
+def _unflatten(_: None, leaves: Any) -> PermutedWeight:
+    return PermutedWeight(*leaves)
+
+
+jax.tree_util.register_pytree_with_keys(PermutedWeight, _flatten_with_keys, _unflatten, _flatten)
+export.register_pytree_node_serialization(
+    PermutedWeight,
+    serialized_name="jax_splitk.PermutedWeight",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: None,
+)

@@ -11,6 +11,7 @@ from jax_splitk.quantized import description
 from jax_splitk.quantized.array import QuantizedArray, Weight, as_quantized, brief
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.quantized.packed_weight import PackedWeight, checked
+from jax_splitk.quantized.permuted import KEY, PermutedWeight
 
 
 def to_state(tree: Any) -> Any:
@@ -21,7 +22,7 @@ def to_state(tree: Any) -> Any:
     widened to uint8, since some libraries cannot store them. The tree may be an abstract one (jax.eval_shape).
 
     Args:
-      tree: a pytree with PackedWeight and QuantizedArray leaves, among others, which stay as they are.
+      tree: a pytree with PackedWeight, QuantizedArray and PermutedWeight leaves, among others, which stay as they are.
 
     Examples:
       >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
@@ -92,8 +93,19 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Weight)
 
 
+def arrays_of(weight: Any) -> dict[str, Any]:
+    """The arrays of a weight by name; None where it has no zero points."""
+    if isinstance(weight, PermutedWeight):
+        return {**arrays_of(weight.weight), "order": weight.order}
+    return {name: getattr(weight, name) for name in description.leaf_names(weight.static)}
+
+
 def built(static: dict[str, Any], leaves: dict[str, Any]) -> Weight:
     """The weight with this static part and these leaves. Raises TypeError or ValueError if they make none."""
+    if static.get(KEY):
+        inner = {name: value for name, value in static.items() if name != KEY}
+        others = {name: value for name, value in leaves.items() if name != "order"}
+        return _permuted(built(inner, others), leaves.get("order"))
     names = description.leaf_names(static)
     if not {*names[:2]} <= leaves.keys() <= {*names}:
         raise ValueError(
@@ -109,7 +121,17 @@ def built(static: dict[str, Any], leaves: dict[str, Any]) -> Weight:
     return plain
 
 
+def _permuted(weight: Any, order: Any) -> PermutedWeight:
+    """The weight with this order of its rows. Raises ValueError if they do not fit together."""
+    dtype = getattr(order, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or order.shape != weight.shape[:-1]:
+        raise ValueError(f"order {brief(order)} of a weight of shape {weight.shape}; accepted: an integer for each row")
+    return PermutedWeight(weight, order)
+
+
 def _dictionary(weight: Any) -> dict[str, Any]:
+    if isinstance(weight, PermutedWeight):
+        return {KEY: _dictionary(weight.weight), "order": weight.order}
     static = weight.static
     first, *others = description.leaf_names(static)
     if "layout" not in static and weight.zero_point is not None:
@@ -120,10 +142,15 @@ def _dictionary(weight: Any) -> dict[str, Any]:
 
 
 def _is_stored(node: Any) -> bool:
-    return isinstance(node, Mapping) and any(description.parsed(key) is not None for key in node)
+    if not isinstance(node, Mapping):
+        return False
+    permuted = node.keys() == {KEY, "order"} and _is_stored(node[KEY])
+    return permuted or any(description.parsed(key) is not None for key in node)
 
 
 def _rebuilt(node: Mapping[str, Any]) -> Weight:
+    if KEY in node:
+        return _permuted(_rebuilt(node[KEY]), node["order"])
     key, *more = [key for key in node if description.parsed(key) is not None]
     static: Any = description.parsed(key)
     if more:
@@ -152,7 +179,6 @@ def _type(leaf: Any) -> str:
     """Everything but the values of a leaf that files keep."""
     if not is_quantized(leaf):
         return brief(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
-    static: Any = leaf.static
-    arrays = {name: getattr(leaf, name) for name in description.leaf_names(static)}
+    arrays = arrays_of(leaf)
     parts = ", ".join(f"{name} {brief(array)}" for name, array in arrays.items() if array is not None)
-    return f"{type(leaf).__name__} {description.key(static)} of shape {leaf.shape} ({parts})"
+    return f"{type(leaf).__name__} {description.key(leaf.static)} of shape {leaf.shape} ({parts})"

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from jax import export
 from jax import numpy as jnp
 
 import jax_splitk
@@ -37,6 +38,17 @@ def test_stacks() -> None:
         x = rng.integers(-4, 5, (3, 5, 64)).astype(np.float32)
         np.testing.assert_array_equal(x @ w, x @ np.stack(values))
         np.testing.assert_array_equal(jax.vmap(lambda x, w: x @ w)(x, w), x @ np.stack(values))
+
+
+def test_an_exported_function_takes_one() -> None:
+    with seeded(4) as rng:
+        w, values = permuted(rng, 64, 64)
+        x = rng.integers(-4, 5, (2, 64)).astype(np.float32)
+        function = jax.jit(lambda x, w: (x @ w, w))
+        data = export.export(function, disabled_checks=jax_splitk.EXPORT_CHECKS)(x, w).serialize()
+        y, again = export.deserialize(data).call(x, w)
+        np.testing.assert_array_equal(y, x @ values)
+        assert jax.tree.structure(again) == jax.tree.structure(w)
 
 
 def test_wrong_activations_are_refused() -> None:
