@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import export
 from jax import numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_splitk.quantized.array import Weight, brief
 from jax_splitk.runtime.arguments import require
@@ -48,6 +49,19 @@ class PermutedWeight(Weight):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The scale's dtype."""
+        return self.weight.dtype
+
+    def astype(self, dtype: DTypeLike) -> "PermutedWeight":
+        """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""
+        return PermutedWeight(self.weight.astype(dtype), self.order)
 
     @property
     def nbytes(self) -> int:

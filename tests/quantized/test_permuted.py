@@ -26,6 +26,10 @@ def test_products_and_gradients() -> None:
         for given in (x, jnp.asarray(x)):
             np.testing.assert_array_equal(given @ w, x @ values)
         np.testing.assert_array_equal(jax_splitk.quantized_matmul(x, w, bias=bias), x @ values + bias)
+        narrow = w.astype(jnp.bfloat16)
+        assert (w.dtype, narrow.dtype, narrow.ndim) == (jnp.float32, jnp.bfloat16, 2)
+        np.testing.assert_array_equal(x @ narrow, x @ values)
+        assert w[...] is w
         dx = jax.jit(jax.grad(lambda x, w: jnp.sum(x @ w)))(x, w)
         np.testing.assert_array_equal(dx, np.broadcast_to(values.sum(1), x.shape))
 
