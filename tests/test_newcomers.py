@@ -58,7 +58,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a packed weight as an array": (lambda: jnp.asarray(PACKED), TypeError, f"PackedWeight {AS_ARRAY}"),
     "a quantized array in NumPy": (lambda: np.asarray(QUANTIZED), TypeError, f"QuantizedArray {AS_ARRAY}"),
-    "packed @ x": (lambda: PACKED @ ROWS, TypeError, "PackedWeight @ ArrayImpl; accepted: x @ w, the activ"),
+    "packed @ x": (lambda: PACKED @ ROWS, TypeError, "PackedWeight @ ArrayImpl, w of shape (256, 512) that c"),
     "a kernel of three dimensions": (
         lambda: jax_splitk.quantize(jnp.ones((64, 4, 16)), "int4", group_size=64),
         ValueError,
