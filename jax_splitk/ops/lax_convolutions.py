@@ -114,8 +114,11 @@ def _forward(eqn: _Equation) -> ConvProblem:
 
 
 def _input_gradient(eqn: _Equation, paddings: Mapping[_Window, Any]) -> ConvProblem:
-    """The equation as the input gradient of another convolution. The padding's high side is that convolution's, if it
-    is known."""
+    """The equation as the input gradient of another convolution.
+
+    Input gradients of several paddings have the same shapes: the high side of the padding is taken from the forward
+    pass in `paddings`, if it is there.
+    """
     problem = transposed(_forward(eqn))
     window = (*(getattr(problem, name) for name in _FIELDS), tuple(low for low, _ in problem.padding))
     return dataclasses.replace(problem, padding=paddings.get(window, problem.padding))

@@ -110,8 +110,11 @@ def division(rule: Rule, sizes: Mapping[str, int], operands: Sequence[Spec], res
 
 
 def _wishes(rule: Rule, operands: Sequence[Spec], result: Spec | None) -> Iterator[tuple[str, Axes]]:
-    """Names and axes, the most important first: reductions that no operand's sharding contradicts, although they cost a
-    sum of the result; then the sharding that the result's user wants; then the rest."""
+    """Pairs of a dimension's name and mesh axes, the most important first.
+
+    First come reductions that no operand's sharding contradicts, although the result must then be summed over devices.
+    Then comes the sharding that the result's user wants, then the rest.
+    """
     named = [wish for dims, spec in zip(rule.operands, operands, strict=True) for wish in zip(dims, spec, strict=True)]
     uses = {(axis, name) for name, axes in named for axis in axes}
     shared = {axis for axis, name in uses for other_axis, other in uses if axis == other_axis and name != other}

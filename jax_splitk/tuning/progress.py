@@ -173,12 +173,12 @@ class Progress:
             run.end()
 
     def best(self, key: Key, us: float, xla_us: float) -> None:
-        """As `Run.best`, for a search in whatever thread."""
+        """Calls `Run.best` of the run with this key, if one is open; the search may be in any thread."""
         if (run := self._open.get(key)) is not None:
             run.best(us, xla_us)
 
     def tick(self, key: Key) -> None:
-        """As `Run.tick`, for the run of the key."""
+        """Calls `Run.tick` of the run with this key, if one is open."""
         if (run := self._open.get(key)) is not None:
             run.tick()
 

@@ -24,7 +24,7 @@ DIFFERENT = [name for name in models.MODELS if name not in ("resnet50_b32", "mlp
 
 
 def disturbed(model: Model, rng: np.random.Generator) -> Params:
-    """Random weights, so that none is without effect, as those behind a scale of 0 would be."""
+    """Initial weights with noise: a scale of 0, as some layers begin with, would hide all weights before it."""
     return jax.tree.map(lambda w: jnp.asarray(w + 0.1 * rng.standard_normal(w.shape, np.float32)), model.initial())
 
 
