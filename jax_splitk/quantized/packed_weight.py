@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,6 +112,12 @@ class PackedWeight(Weight):
         Raises IndexError for any other index.
         """
         return slicing.indexed(self, index)
+
+    def __iter__(self) -> Iterator["PackedWeight"]:
+        """The weights of a stack. Without it Python would end a loop at the first IndexError, without an error."""
+        if not self.stack:
+            raise TypeError(f"iteration over a PackedWeight of shape {self.shape}; accepted: a stack of weights")
+        return (self[i] for i in range(self.stack[0]))
 
     def reshape(self, *shape: Any) -> "PackedWeight":
         """The weight in another shape, whose axes make the same stack, k and features: [k, H * D] and [k, H, D].

@@ -346,3 +346,13 @@ def test_astype_converts_scales_and_zero_points(dtype: str) -> None:
     np.testing.assert_allclose(dequantize(unpack(prepack(q).astype(dtype)), jnp.float32), exact, rtol=2**-8)
     with pytest.raises(TypeError, match="dtype='int8'; accepted: bfloat16, float16, float32"):
         q.astype("int8")
+
+
+def test_iteration_goes_over_the_stack() -> None:
+    stacked = packed((3, 64, 32), (1,), 32, 1)
+    weights = list(stacked)
+    assert [w.shape for w in weights] == [(64, 32)] * 3
+    np.testing.assert_array_equal(dequantize(unpack(weights[2])), dequantize(unpack(stacked))[2])
+    for one in (weights[0], unpack(weights[0])):
+        with pytest.raises(TypeError, match=r"iteration over a PackedWeight of shape|index 0 of a QuantizedArray"):
+            list(one)
