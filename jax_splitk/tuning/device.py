@@ -46,7 +46,7 @@ class Device:
         What does not compile together is left to the searches that compile it by itself, and record what is wrong.
 
         Returns:
-          Whether XLA has chosen, so that it times nothing when the problem is compiled by itself.
+          Whether XLA has chosen. If so, it times no kernels when the problem is compiled by itself.
         """
         known = self.xla_chose
         if problem not in known:
