@@ -126,10 +126,11 @@ def test_ls_fits_the_terminal(cache: pathlib.Path, capsys: Any, monkeypatch: pyt
     assert "bf16->f32 lhs 4x1024x1024x8 g 4x1024x1024x8 kernel 3x3 stride 1x1" in rows[0]
     for part in (key_of().digest[:10], "10.0", "30.0", "3.00", "f32->f32 lhs 4x8x8x8", str(B)):
         assert part in rows[1]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for columns in (60, 80, 100, 120, 200):
-        monkeypatch.setattr(shutil, "get_terminal_size", lambda columns=columns: os.terminal_size((columns, 24)))
-        narrow = text(capsys, "cache", "ls").splitlines()[1:]
+        with monkeypatch.context() as terminal:  # pytest asks for the size, too
+            terminal.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+            terminal.setattr(shutil, "get_terminal_size", lambda columns=columns: os.terminal_size((columns, 24)))
+            narrow = text(capsys, "cache", "ls").splitlines()[1:]
         assert max(map(len, narrow)) <= max(columns, 10 + 4 + 6 + 5 + 2 * 16 + 5 * 2)
         assert (narrow[1:] == rows) == (columns == 200)
         assert all("  30.0" in line and "  3.00  " in line for line in narrow[1:])
