@@ -34,6 +34,7 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.quantized.flax_serialization import register_flax_serialization
     from jax_splitk.quantized.params import QuantizationReport, QuantizationRule, quantization_report, quantize_params
     from jax_splitk.quantized.partition import combine, partition
+    from jax_splitk.quantized.sharding import shardings
     from jax_splitk.quantized.state import from_state, to_state
     from jax_splitk.runtime import registration as _registration
     from jax_splitk.runtime.safetensors_file import CheckpointError
@@ -81,6 +82,7 @@ __all__ = [
     "ragged_dot_general",
     "register_flax_serialization",
     "save_file",
+    "shardings",
     "to_state",
     "tune",
     "tune_problems",

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_splitk.ops import quantized_primitive
@@ -103,10 +104,25 @@ def quantized_matmul(
     _check_limit(x, layout, options)
     x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
     middle = x.shape[depth : x.ndim - inner]
-    matrices = x.reshape(*of_w.stack, math.prod(middle), layout.shape[0])
-    out = _matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves)
+    k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
+    matrices = _resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
+    out = _resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
     out = out.reshape(*of_w.stack, *middle, *of_w.kept)
     return out if bias is None else out + _bias(bias, of_w, len(middle), out_dtype)
+
+
+def _resized(x: jax.Array, size: int) -> jax.Array:
+    """`x` with its last dimension cut, or padded with zeros, to `size`: what a weight with tiles of padding needs."""
+    if x.shape[-1] == size:
+        return x
+    sharding = _compat.explicit_sharding(jax.typeof(x))
+    if sharding is not None and size % (x.shape[-1] // sharding.shard_shape(x.shape)[-1]):
+        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[: x.ndim - 1], None))
+
+    def resized(x: jax.Array) -> jax.Array:
+        return x[..., :size] if size < x.shape[-1] else jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, size - x.shape[-1])])
+
+    return _compat.over_auto_axes(resized, sharding)(x)
 
 
 def _bias(bias: Any, of_w: "_Axes", middle: int, dtype: np.dtype) -> jax.Array:
@@ -147,7 +163,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
         if w.zero_dtype in ZERO_INTEGERS:  # floats since packing
             zero_point = jax.lax.stop_gradient(zero_point)
-        layout = Layout(w.matrix, w.qtype, w.group_size, w.layout)
+        layout = Layout(w.padded_matrix, w.qtype, w.padded_group, w.layout)
         contracted, kept = (
             tuple(w.dims[i] for i in axes) for axes in (w.contracted, features_of(len(w.dims), w.contracted))
         )

@@ -21,6 +21,7 @@ from jax_splitk.quantized.packing import (
     cuts,
     pack_codes,
     pack_groups,
+    packed_groups,
     packed_shapes,
     tiles,
     unpack_codes,
@@ -103,6 +104,34 @@ class PackedWeight(Weight):
         """(k, features) of one weight: the sizes of the contracted axes, and of the others, multiplied."""
         return matrix_shape(self.dims, self.contracted)
 
+    @property
+    def padded_matrix(self) -> tuple[int, int]:
+        """`matrix` with the tiles of padding that `with_shards` adds: the shape that kernels multiply."""
+        held = zip(self.matrix, self.words.shape[-2:-4:-1], strict=True)
+        k, features = (count * TILE if count > tiles(size) else size for size, count in held)
+        return k, features
+
+    @property
+    def padded_group(self) -> int:
+        """`group_size` of the padded matrix: its k, if one scale serves all of k."""
+        return self.padded_matrix[0] if self.group_size == self.matrix[0] else self.group_size
+
+    def with_shards(self, shards: tuple[int, int]) -> "PackedWeight":
+        """The same weight with so many tiles that devices can divide k and features equally.
+
+        k of 2880 is 45 tiles of 64, which 8 devices cannot divide. With shards=(8, 1) there are 48. The product pads x
+        with zeros and cuts the result, so `shape` and results stay the same.
+
+        Args:
+          shards: into how many parts of equal size k and features are to be divided.
+
+        Raises ValueError for counts that are not positive.
+        """
+        counts = [integer(count) or 0 for count in shards] if isinstance(shards, tuple | list) else []
+        accepted = "two positive integers: parts of k, parts of features"
+        require(len(counts) == 2 and min(counts) > 0, f"shards={shards!r}", accepted)
+        return _with_shards(self, (counts[0], counts[1]))
+
     def __getitem__(self, index: Any) -> "PackedWeight":
         """A part of the weight: any index of the stack, and slices of the other axes on bounds of tiles.
 
@@ -165,7 +194,9 @@ class PackedWeight(Weight):
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
-def prepack(q: Any, *, axis: int | Sequence[int] | None = None, stack: int = 0) -> PackedWeight:
+def prepack(
+    q: Any, *, axis: int | Sequence[int] | None = None, stack: int = 0, shards: tuple[int, int] | None = None
+) -> PackedWeight:
     """Puts a quantized weight into the order that the kernels read, once, before it is used many times.
 
     Runs under jit and vmap on any platform. k and features are padded to multiples of 64 inside.
@@ -177,10 +208,11 @@ def prepack(q: Any, *, axis: int | Sequence[int] | None = None, stack: int = 0) 
       axis: the axis that a product contracts, or several, as in `quantize`. None: the first axis after the stack, of a
         weight of one or two dimensions. A weight of more dimensions needs it.
       stack: how many leading axes count weights: layers or experts.
+      shards: into how many parts of equal size devices will divide k and features: see `PackedWeight.with_shards`.
 
     Raises:
       TypeError, ValueError: parts of `q` that do not fit together; axes outside `q`, or missing; groups that are no
-        multiple of 16 elements.
+        multiple of 16 elements; `shards` that are not two positive integers.
 
     Examples:
       >>> q = jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64, scale_dtype=jnp.bfloat16)
@@ -203,7 +235,31 @@ def prepack(q: Any, *, axis: int | Sequence[int] | None = None, stack: int = 0) 
     pack = lambda q: _prepack(q, contracted)  # noqa: E731
     for _ in range(leading):
         pack = jax.vmap(pack)
-    return pack(given)
+    packed = pack(given)
+    return packed if shards is None else packed.with_shards(shards)
+
+
+@one_computation(1)
+def _with_shards(w: PackedWeight, shards: tuple[int, int]) -> PackedWeight:
+    fmt, group = FORMATS[w.qtype], w.padded_group
+    unit = 1 if w.group_size == w.matrix[0] else math.lcm(TILE, group) // TILE
+    more = []
+    for size, has, count, cut, least in zip(
+        w.matrix, w.words.shape[-2:-4:-1], shards, cuts(w.padded_matrix, group), (unit, 1), strict=True
+    ):
+        step = count * least
+        wanted = max(has, tiles(size) + 1)  # one more: these are what says that x is to be padded
+        more.append(0 if cut % count == 0 else -(-wanted // step) * step - has)
+    more_k, more_features = more
+    padding = [(0, 0)] * len(w.stack) + [(0, more_features)]
+    zero_word = np.uint32(fmt.zero_code * (2**32 - 1) // (2**fmt.bits - 1))
+    words = jnp.pad(w.words, [*padding, (0, more_k), (0, 0)], constant_values=zero_word)
+    groups = packed_groups((w.words.shape[-2] + more_k) * TILE, group) - w.scale.shape[-2]
+    padding += [(0, 0 if w.group_size == w.matrix[0] else groups), (0, 0)]
+    padded = {"words": words, "scale": jnp.pad(w.scale, padding)}
+    if w.zero_point is not None:
+        padded["zero_point"] = jnp.pad(w.zero_point, padding)
+    return dataclasses.replace(w, **padded)
 
 
 @one_computation(1)
@@ -326,7 +382,9 @@ def checked(packed: PackedWeight) -> PackedWeight:
     valid = group in (*GROUP_SIZES, k) and group > 0 and k % group == 0
     sizes = ", ".join(map(str, GROUP_SIZES))
     require(valid, f"{given} with group_size {group}", f"{sizes} where it divides k, or k (at least 1)")
-    of_one, stack = packed_shapes(packed.matrix, FORMATS[packed.qtype].bits, group), packed.stack
+    whole, padded_group = packed.padded_matrix, packed.padded_group
+    require(whole[0] % padded_group == 0, f"{given} in groups of {group} with k padded to {whole[0]}", "whole groups")
+    of_one, stack = packed_shapes(whole, FORMATS[packed.qtype].bits, padded_group), packed.stack
     words, scale = ((*stack, *shape) for shape in of_one)
     zero_point = None if packed.zero_point is None else tuple(packed.zero_point.shape)
     shapes = (tuple(packed.words.shape), tuple(packed.scale.shape), zero_point)
@@ -349,23 +407,28 @@ def _require_layout(layout: Any) -> None:
 
 
 def _of_device(packed: PackedWeight) -> PackedWeight:
-    """The weight with the shape of its leaves, if they are an equal part of the whole weight's tiles; else
-    unchanged."""
-    (k, features), (feature_tiles, k_tiles) = packed.matrix, packed.words.shape[-3:-1]
-    if (k_tiles, feature_tiles) == (tiles(k), tiles(features)):
-        return packed
-    parts = {"k": tiles(k) / k_tiles, "features": tiles(features) / feature_tiles}
+    """The weight with the shape of its leaves, if they are an equal part of the whole weight's tiles; else unchanged.
+    A part of a weight with tiles of padding (`with_shards`) counts the padding."""
     dims = list(packed.dims)
     axes = (packed.contracted, features_of(len(dims), packed.contracted))
-    for (name, count), cut, along in zip(parts.items(), cuts(packed.matrix, packed.group_size), axes, strict=True):
-        if count == 1:
+    limits = cuts(packed.matrix, packed.group_size)
+    every = zip(("k", "features"), packed.matrix, packed.words.shape[-2:-4:-1], limits, axes, strict=True)
+    for name, size, has, cut, along in every:
+        if has >= tiles(size):
             continue
+        count, rest = divmod(tiles(size), has)
         accepted = ", ".join(str(n) for n in range(1, cut + 1) if cut % n == 0)
-        given = f"{name} of a PackedWeight of shape {packed.shape}, groups of {packed.group_size}, in {count:g} parts"
-        require(cut % count == 0, given, f"{accepted} (whole tiles of {TILE} and whole groups, none of them padded)")
+        given = f"{name} of a PackedWeight of shape {packed.shape}, groups of {packed.group_size}, in {count} parts"
+        require(
+            bool(rest) or cut % count == 0,
+            given,
+            f"{accepted} (whole tiles of {TILE} and whole groups, none of them padded), or PackedWeight.with_shards",
+        )
         first = next((i for i in along if dims[i] > 1), along[0])
-        require(dims[first] % count == 0, given, f"divisors of {dims[first]}, the size of axis {first}")
-        dims[first] //= int(count)
-    part = k // int(parts["k"])
-    group = part if packed.group_size == k else packed.group_size
+        inner = size // dims[first]
+        part = has * TILE if rest else size // count
+        require(part % inner == 0, f"{given} of {part}", f"multiples of {inner}, a single element of axis {first}")
+        dims[first] = part // inner
+    k = matrix_shape(dims, packed.contracted)[0]
+    group = k if packed.group_size == packed.matrix[0] else packed.group_size
     return dataclasses.replace(packed, dims=tuple(dims), group_size=group)
