@@ -19,6 +19,7 @@ _PACKED = re.compile(
 )
 _PLAIN = re.compile(r"qvalue-(?P<qtype>\w+?)(-zeros_(?P<zero_dtype>\w+))?")
 PACKED, PLAIN = ("words", "scale", "zero_point"), ("qvalue", "scale", "zero_point")
+_GUARD = "guard-use-jax_splitk-shardings"  # in JAX's errors
 
 
 def leaf_names(static: dict[str, Any]) -> tuple[str, str, str]:
@@ -34,6 +35,11 @@ def key(static: dict[str, Any]) -> str:
     dims, contracted = "x".join(map(str, static["dims"])), "_".join(map(str, static["contracted"]))
     group = f"{static['qtype']}-group{static['group_size']}"
     return f"words-{group}-{dims}-contracts{contracted}{zeros}-layout{static['layout']}"
+
+
+def is_guard(text: Any) -> bool:
+    """Whether a key is that of a packed weight's guard, which files need not hold."""
+    return text == _GUARD
 
 
 def parsed(text: Any) -> dict[str, Any] | None:
@@ -59,7 +65,7 @@ def register(cls: Any, names: Sequence[str], static_names: Sequence[str]) -> Any
 
     def flatten_with_keys(weight: Any) -> Any:
         leaves, static = flatten(weight)
-        keys = (key(weight.static), *names[1:])
+        keys = (key(weight.static), *(_GUARD if name == "guard" else name for name in names[1:]))
         return tuple(zip(map(jax.tree_util.GetAttrKey, keys), leaves, strict=True)), static
 
     def unflatten(static: Sequence[Any], leaves: Any) -> Any:

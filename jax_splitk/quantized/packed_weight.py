@@ -34,7 +34,7 @@ from jax_splitk.runtime.computation import one_computation
 STATIC = ("dims", "contracted", "qtype", "group_size", "zero_dtype", "layout")
 
 
-@functools.partial(description.register, names=description.PACKED, static_names=STATIC)
+@functools.partial(description.register, names=(*description.PACKED, "guard"), static_names=STATIC)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight(Weight):
     """A quantized weight whose bytes are in the order that the kernels read; `prepack` makes it.
@@ -56,6 +56,8 @@ class PackedWeight(Weight):
       group_size: how many k share a scale; k itself per channel.
       zero_dtype: the dtype of the zero points before packing, or None.
       layout: version of this order.
+      guard: a leaf of the stack's shape, which no product reads. Its rank makes JAX refuse a PartitionSpec of the
+        weight's own axes, which would divide other axes in the leaves.
 
     Examples:
       >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
@@ -72,6 +74,12 @@ class PackedWeight(Weight):
     group_size: int
     zero_dtype: str | None = None
     layout: int = LAYOUT_VERSION
+    guard: Any = None
+
+    def __post_init__(self) -> None:
+        if self.guard is None and isinstance(self.words, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+            make = {np.ndarray: np.zeros, jax.ShapeDtypeStruct: jax.ShapeDtypeStruct}.get(type(self.words), jnp.zeros)
+            object.__setattr__(self, "guard", make(self.stack, jnp.bool_))
 
     def __repr__(self) -> str:
         leaves = {name: getattr(self, name) for name in ("words", "scale", "zero_point")}
@@ -190,8 +198,9 @@ class PackedWeight(Weight):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        """Bytes of words, scale and zero point."""
+        leaves = [leaf for leaf in (self.words, self.scale, self.zero_point) if leaf is not None]
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def prepack(

@@ -94,7 +94,8 @@ def _of_packed(w: PackedWeight, entries: Sequence[Any], sizes: Mapping[str, int]
     features = _joined(w, "features", features_of(len(w.dims), w.contracted), of_dims, sizes, cut_features)
     groups = PartitionSpec(*stack, features, k if w.scale.shape[-2] > 1 else None)
     zero_point = None if w.zero_point is None else groups
-    return dataclasses.replace(w, words=PartitionSpec(*stack, features, k), scale=groups, zero_point=zero_point)
+    leaves = {"words": PartitionSpec(*stack, features, k), "scale": groups, "zero_point": zero_point}
+    return dataclasses.replace(w, **leaves, guard=None if w.guard is None else PartitionSpec(*stack))
 
 
 def _joined(

@@ -22,7 +22,7 @@ def indexed(w: Any, index: Any) -> Any:
     full = (*entries[:before], *[_WHOLE] * missing, *entries[before + 1 :])
     of_stack, of_dims = full[: len(w.stack)], full[len(w.stack) :]
     if any(entry != _WHOLE for entry in of_stack):
-        leaves = {name: getattr(w, name) for name in ("words", "scale", "zero_point")}
+        leaves = {name: getattr(w, name) for name in ("words", "scale", "zero_point", "guard")}
         w = dataclasses.replace(w, **{name: None if leaf is None else leaf[of_stack] for name, leaf in leaves.items()})
     for axis, entry in enumerate(of_dims):
         if not isinstance(entry, slice):
@@ -87,7 +87,7 @@ def reshaped(w: Any, shape: Sequence[Any]) -> Any:
     dims = [size for size, kind in zip(target, kinds, strict=True) if kind != "stack"]
     contracted = tuple(i for i, kind in enumerate(kinds[len(stack) :]) if kind == "k")
     depth = len(w.stack)
-    leaves = {name: getattr(w, name) for name in ("words", "scale", "zero_point")}
+    leaves = {name: getattr(w, name) for name in ("words", "scale", "zero_point", "guard")}
     moved = {
         name: leaf if leaf is None or tuple(stack) == w.stack else leaf.reshape(*stack, *leaf.shape[depth:])
         for name, leaf in leaves.items()

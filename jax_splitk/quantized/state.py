@@ -90,7 +90,7 @@ def named(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, Weight)
+    return isinstance(x, PackedWeight | QuantizedArray)
 
 
 def arrays_of(weight: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _rebuilt(node: Mapping[str, Any]) -> Weight:
     if more:
         raise ValueError(f"a weight stored as {key} and as {', '.join(more)}; accepted: one of them")
     first, *_ = description.leaf_names(static)
-    leaves = {first if name == key else name: leaf for name, leaf in node.items()}
+    leaves = {first if name == key else name: leaf for name, leaf in node.items() if not description.is_guard(name)}
     if "layout" not in static and static["qtype"] in FORMATS:
         dtypes = {first: FORMATS[static["qtype"]].storage.name, "zero_point": static["zero_dtype"]}
         leaves = {

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk import dequantize, prepack, quantize, quantized_matmul, unpack
+from jax_splitk import dequantize, prepack, quantize, quantized_matmul, shardings, unpack
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
@@ -552,7 +552,7 @@ def test_a_packed_weight_in_shard_map_has_its_devices_shape(
     x_spec: Any, w_spec: P, group_spec: P, over: str | None
 ) -> None:
     weight, x = packed(group=None if group_spec == P() else 64), rows()
-    specs = dataclasses.replace(weight, words=w_spec, scale=group_spec, zero_point=None)
+    specs = dataclasses.replace(weight, words=w_spec, scale=group_spec, zero_point=None, guard=P())
 
     def each(x: jax.Array, w: PackedWeight) -> jax.Array:
         assert unpack(w).shape == ((512, 128) if over is None else (128, 512))
@@ -572,7 +572,8 @@ def test_a_part_of_a_padded_tile_is_refused_in_shard_map() -> None:
     weight, x = packed(features=480), rows()
     with partitioned() as put:
         mesh = put(x).sharding.mesh
-    inside = jax.shard_map(wide, mesh=mesh, in_specs=(P(), BY_COLUMN), out_specs=P(None, "model"))
+    specs = shardings(weight, P(None, "model"))
+    inside = jax.shard_map(wide, mesh=mesh, in_specs=(P(), specs), out_specs=P(None, "model"))
     with pytest.raises(ValueError, match=r"features of a PackedWeight of shape \(512, 480\).* in 4 parts; accepted: 1"):
         inside(x, weight)
 

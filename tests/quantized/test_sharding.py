@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax import numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -125,6 +126,96 @@ def test_shardings_where_jax_takes_them() -> None:
         assert placed.words.sharding.is_equivalent_to(NamedSharding(mesh, P("tp")), 3)
         assert placed.words.addressable_shards[0].data.shape == (1, 8, 512)
         assert placed.shape == (512, 512)
+
+
+# ---- a specification of the weight's axes for its arrays -------------------------------------------------------------
+
+
+def uses(mesh: jax.sharding.Mesh, w: Any, spec: P) -> dict[str, Callable[[], Any]]:
+    """Where JAX would put one specification on all arrays of a weight."""
+    named = NamedSharding(mesh, spec)
+    return {
+        "device_put": lambda: jax.device_put(w, named),
+        "in_shardings": lambda: jax.jit(lambda w: w, in_shardings=(named,))(w),
+        "out_shardings": jax.jit(lambda: jax.tree.map(jnp.ones_like, w), out_shardings=named),
+        "constraint": lambda: jax.jit(lambda w: jax.lax.with_sharding_constraint(w, named))(w),
+        "shard_map": lambda: jax.shard_map(lambda w: w, mesh=mesh, in_specs=(spec,), out_specs=spec)(w),
+    }
+
+
+@pytest.mark.parametrize("use", uses(mesh_of(tp=1), None, P()))
+def test_an_ambiguous_specification_is_refused(use: str) -> None:
+    mesh, w = mesh_of(tp=8), weight(512, 512)
+    for spec in (P(None, "tp"), P("tp", None), P("tp")):
+        with pytest.raises(ValueError, match=r"rank"):
+            uses(mesh, w, spec)[use]()
+    assert uses(mesh, w, P())[use]().shape == w.shape
+    stack = weight(8, 512, 512, axis=1, stack=1)
+    with pytest.raises(ValueError, match=r"rank"):
+        uses(mesh, stack, P(None, None, "tp"))[use]()
+    placed = uses(mesh, stack, P("tp"))[use]()  # the stack is the same axis of the weight and of its arrays
+    assert placed.words.addressable_shards[0].data.shape[0] == 1
+
+
+def test_the_refusal_says_what_to_use() -> None:
+    named = NamedSharding(mesh_of(tp=8), P(None, "tp"))
+    with pytest.raises(ValueError, match=r"use-jax_splitk-shardings"):
+        jax.jit(lambda w: w, in_shardings=(named,))(weight(512, 512))
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = linen.with_partitioning(lambda _: weight(512, 512), (None, "columns"))
+        return wide(x, self.param("kernel", init))
+
+
+def test_logical_names_of_linen() -> None:
+    """Column parallel stays column parallel; the names of the boxes for the arrays themselves are refused."""
+    mesh, x, rules = mesh_of(tp=8), integers(6, 512), (("columns", "tp"),)
+    boxed = Dense().init(jax.random.key(0), x)
+    specs = linen.logical_to_mesh(linen.get_partition_spec(boxed), rules)
+    assert specs["params"]["kernel"] == P(None, "tp")
+    params = linen.unbox(boxed)
+    refused = linen.logical_to_mesh_sharding(linen.get_partition_spec(boxed), mesh, rules)
+    with pytest.raises(ValueError, match="rank"):
+        jax.device_put(params, refused)
+    for found in (shardings(params, refused), shardings(boxed, refused)):
+        (kernel,) = jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, PackedWeight))
+        assert kernel.words.spec == P("tp", None)
+    placed = jax.device_put(params, shardings(params, refused))
+    apply = lambda params, x: Dense().apply(params, x)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(apply)(placed, x), apply(params, x))
+    assert exchanged(apply, placed, x) == set()
+    (decision,) = jax_splitk.explain(apply, placed, x).decisions
+    assert "w 512x64 " in str(decision.problem)
+
+
+def test_metadata_of_nnx() -> None:
+    mesh, w, x = mesh_of(tp=8), weight(512, 512), integers(6, 512)
+
+    class Layer(nnx.Module):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(w, out_sharding=(None, "tp"))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return wide(x, self.kernel.get_value())
+
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="rank"):
+        Layer()  # which divides its parameters at once
+    with nnx.use_eager_sharding(False):
+        layer = Layer()
+    graph, state = nnx.split(layer)
+    specs = nnx.get_partition_spec(state)
+    spec = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
+    assert spec == [P(None, "tp")]
+    named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+    with pytest.raises(ValueError, match="rank"):
+        jax.device_put(state, named)
+    placed = jax.device_put(state, shardings(state, named))
+    apply = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(apply)(placed, x), wide(x, w))
+    assert exchanged(apply, placed, x) == set()
 
 
 # ---- products over devices -------------------------------------------------------------------------------------------
