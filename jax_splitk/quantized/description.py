@@ -6,6 +6,7 @@ than the target, and cannot be restored into it.
 """
 
 import json
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -60,22 +61,29 @@ def register(cls: Any, names: Sequence[str], static_names: Sequence[str]) -> Any
     """Makes a class of weights a pytree, which `jax.export` can serialize. Its first leaf has a key that says the
     static part (`cls.static`)."""
 
-    def flatten(weight: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(weight, name) for name in names), tuple(getattr(weight, name) for name in static_names)
+    # Each call of a jitted function flattens its arguments: itemgetter takes a twentieth of getattr's time in a loop.
+    leaves_of, static_of = operator.itemgetter(*names), operator.itemgetter(*static_names)
+
+    def flatten(weight: Any) -> tuple[tuple[Any, ...], Any]:
+        fields = weight.__dict__
+        return leaves_of(fields), static_of(fields)
 
     def flatten_with_keys(weight: Any) -> Any:
         leaves, static = flatten(weight)
         keys = (key(weight.static), *(_GUARD if name == "guard" else name for name in names[1:]))
         return tuple(zip(map(jax.tree_util.GetAttrKey, keys), leaves, strict=True)), static
 
-    def unflatten(static: Sequence[Any], leaves: Any) -> Any:
+    def unflatten(static: Any, leaves: Any) -> Any:
         weight = object.__new__(cls)
-        for name, value in zip((*names, *static_names), (*leaves, *static), strict=True):
-            object.__setattr__(weight, name, value)
+        weight.__dict__.update(zip(names, leaves, strict=True))
+        weight.__dict__.update(zip(static_names, static if len(static_names) > 1 else (static,), strict=True))
         return weight
 
-    def restored(data: bytes) -> tuple[Any, ...]:
-        return tuple(tuple(value) if isinstance(value, list) else value for value in json.loads(bytes(data)))
+    def restored(data: bytes) -> Any:
+        static = json.loads(bytes(data))
+        if isinstance(static, list):
+            return tuple(tuple(value) if isinstance(value, list) else value for value in static)
+        return static
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return export.register_pytree_node_serialization(

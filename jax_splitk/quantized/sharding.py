@@ -65,7 +65,8 @@ def _of_leaf(leaf: Any, spec: Any) -> Any:
     if not _is_spec(spec):
         raise RefusedValue(f"spec={spec!r} of a {type(leaf).__name__}; accepted: a PartitionSpec or NamedSharding")
     named = spec if isinstance(spec, NamedSharding) else None
-    entries = tuple(named.spec if named else spec)
+    of_axes: Any = named.spec if named else spec
+    entries = tuple(of_axes)
     if len(entries) > leaf.ndim:
         given = f"spec={PartitionSpec(*entries)} of a {type(leaf).__name__} of shape {leaf.shape}"
         raise RefusedValue(f"{given}; accepted: at most {leaf.ndim} entries, one for each axis of the weight")
