@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import pathlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.linen.spmd import logical_to_mesh, logical_to_mesh_sharding
@@ -412,3 +414,22 @@ def test_a_gather_of_a_weight_would_be_seen() -> None:
     found = exchanged(lambda w: jax.lax.with_sharding_constraint(w, whole), placed)
     assert "all-gather u32" in found
     assert not moves_no_weight(found)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_files_are_read_onto_the_devices(kind: str, tmp_path: pathlib.Path) -> None:
+    w, named = weight(512, 512), NamedSharding(mesh_of(tp=8), P(None, "tp"))
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), w, shardings(w, named)
+    )
+    if kind == "safetensors":
+        jax_splitk.save_file(jax.device_put(w, shardings(w, named)), tmp_path / "file")
+        restored = jax_splitk.load_file(tmp_path / "file", like)
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "file", jax.device_put(w, shardings(w, named)))
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "file", like)
+    assert restored.words.sharding.is_equivalent_to(NamedSharding(named.mesh, P("tp")), 3)
+    x = integers(6, 512)
+    np.testing.assert_array_equal(wide(x, restored), wide(x, w))
