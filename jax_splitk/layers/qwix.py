@@ -26,14 +26,14 @@ from flax.core import FrozenDict
 
 from jax_splitk.layers import products
 from jax_splitk.layers.products import Axes, axes_of_einsum
-from jax_splitk.quantized import description
-from jax_splitk.quantized.packed_weight import STATIC, PackedWeight, prepack
+from jax_splitk.quantized import packed_weight
+from jax_splitk.quantized.packed_weight import PackedWeight, prepack
 from jax_splitk.runtime.arguments import wider
 
 log = logging.getLogger("jax_splitk")
 
 
-@functools.partial(description.register, names=description.PACKED, static_names=STATIC)
+@packed_weight.register
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedQArray(PackedWeight):
     """A packed weight in the place of qwix's QArray."""

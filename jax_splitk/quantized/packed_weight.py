@@ -31,10 +31,12 @@ from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import integer, require
 from jax_splitk.runtime.computation import one_computation
 
-STATIC = ("dims", "contracted", "qtype", "group_size", "zero_dtype", "layout")
+_STATIC = ("dims", "contracted", "qtype", "group_size", "zero_dtype", "layout")
+
+register = functools.partial(description.register, names=(*description.PACKED, "guard"), static_names=_STATIC)
 
 
-@functools.partial(description.register, names=(*description.PACKED, "guard"), static_names=STATIC)
+@register
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight(Weight):
     """A quantized weight whose bytes are in the order that the kernels read; `prepack` makes it.
@@ -95,7 +97,7 @@ class PackedWeight(Weight):
     @property
     def static(self) -> dict[str, Any]:
         """What the arrays do not say, as files keep it."""
-        return {name: getattr(self, name) for name in STATIC}
+        return {name: getattr(self, name) for name in _STATIC}
 
     @property
     def stack(self) -> tuple[int, ...]:

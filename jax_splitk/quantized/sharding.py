@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_splitk.quantized.array import QuantizedArray
+from jax_splitk.quantized.array import QuantizedArray, Weight
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.packing import cuts
-from jax_splitk.quantized.state import is_quantized
+from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.runtime.arguments import RefusedValue
 
 _OPEN = PartitionSpec.UNCONSTRAINED
@@ -49,7 +49,7 @@ def shardings(tree: Any, spec: Any) -> Any:
     subtrees = structure.flatten_up_to(tree)
     return structure.unflatten(
         [
-            jax.tree.map(lambda leaf, spec=spec: _of_leaf(leaf, spec), subtree, is_leaf=is_quantized)
+            jax.tree.map(lambda leaf, spec=spec: _of_leaf(leaf, spec), subtree, is_leaf=_is_weight)
             for spec, subtree in zip(specs, subtrees, strict=True)
         ]
     )
@@ -59,22 +59,32 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
 def _of_leaf(leaf: Any, spec: Any) -> Any:
-    if spec is None or not is_quantized(leaf):
+    if spec is None or not _is_weight(leaf):
         return spec
     if not _is_spec(spec):
         raise RefusedValue(f"spec={spec!r} of a {type(leaf).__name__}; accepted: a PartitionSpec or NamedSharding")
     named = spec if isinstance(spec, NamedSharding) else None
     of_axes: Any = named.spec if named else spec
     entries = tuple(of_axes)
-    if len(entries) > leaf.ndim:
+    if len(entries) > len(leaf.shape):
         given = f"spec={PartitionSpec(*entries)} of a {type(leaf).__name__} of shape {leaf.shape}"
-        raise RefusedValue(f"{given}; accepted: at most {leaf.ndim} entries, one for each axis of the weight")
+        raise RefusedValue(f"{given}; accepted: at most {len(leaf.shape)} entries, one for each axis of the weight")
     mesh = named.mesh if named else jax.sharding.get_abstract_mesh()
     sizes = None if mesh.empty else dict(mesh.shape)
-    of = _of_packed if isinstance(leaf, PackedWeight) else _of_plain
-    found = of(leaf, (*entries, *[None] * (leaf.ndim - len(entries))), sizes)
+    found = _of_weight(leaf, (*entries, *[None] * (len(leaf.shape) - len(entries))), sizes)
     return found if named is None else jax.tree.map(lambda one: named.update(spec=one), found)
+
+
+def _of_weight(w: Any, entries: Sequence[Any], sizes: Mapping[str, int] | None) -> Any:
+    if isinstance(w, PermutedWeight):
+        order = PartitionSpec(*entries[: w.order.ndim - 1])
+        return PermutedWeight(_of_weight(w.weight, entries, sizes), order)
+    return (_of_packed if isinstance(w, PackedWeight) else _of_plain)(w, entries, sizes)
 
 
 def _of_plain(q: QuantizedArray, entries: Sequence[Any], sizes: Mapping[str, int] | None) -> QuantizedArray:

@@ -119,6 +119,16 @@ def test_trees() -> None:
         shardings(w, "tp")
 
 
+def test_a_weight_in_another_order() -> None:
+    w, mesh, x = weight(512, 512), mesh_of(tp=8), integers(6, 512)
+    permuted = jax_splitk.PermutedWeight(w, jnp.arange(512)[::-1])
+    for spec, words in ((P(None, "tp"), P("tp")), (P("tp", None), P(None, "tp"))):
+        placed = jax.device_put(permuted, shardings(permuted, NamedSharding(mesh, spec)))
+        assert placed.weight.words.sharding.is_equivalent_to(NamedSharding(mesh, words), 3)
+        assert placed.order.sharding.is_fully_replicated
+        np.testing.assert_array_equal(jax.jit(wide)(x, placed), wide(x[:, ::-1], w))
+
+
 def test_shardings_where_jax_takes_them() -> None:
     w, mesh = weight(512, 512), mesh_of(tp=8)
     named = shardings(w, NamedSharding(mesh, P(None, "tp")))
