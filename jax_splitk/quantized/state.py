@@ -1,5 +1,6 @@
 """Trees with quantized weights as trees of plain dictionaries and arrays, for libraries that store no other types."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,14 @@ def as_like(tree: Any, like: Any, where: str) -> Any:
         if found != accepted:
             raise ValueError(f"{name or 'the leaf'} of {where}: {found}; accepted: {accepted}, that of `like`")
     structure = jax.tree.structure(like, is_leaf=is_quantized)
-    return jax.tree.unflatten(structure, [given[name][1] for name in wanted])
+    return jax.tree.unflatten(structure, [_of_class(given[name][1], leaf) for name, (_, leaf) in wanted.items()])
+
+
+def _of_class(weight: Any, like: Any) -> Any:
+    """A weight in the class of `like`, which may be derived from that of the weight; any other value unchanged."""
+    if not is_quantized(weight) or type(weight) is type(like):
+        return weight
+    return type(like)(**{field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)})
 
 
 def named(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
@@ -181,4 +189,5 @@ def _type(leaf: Any) -> str:
         return brief(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     arrays = arrays_of(leaf)
     parts = ", ".join(f"{name} {brief(array)}" for name, array in arrays.items() if array is not None)
-    return f"{type(leaf).__name__} {description.key(leaf.static)} of shape {leaf.shape} ({parts})"
+    kind = next(one for one in (PackedWeight, QuantizedArray, PermutedWeight) if isinstance(leaf, one))
+    return f"{kind.__name__} {description.key(leaf.static)} of shape {leaf.shape} ({parts})"

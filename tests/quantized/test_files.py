@@ -29,6 +29,7 @@ from jax_splitk import (
     save_file,
     to_state,
 )
+from jax_splitk.layers.qwix import PackedQArray
 from jax_splitk.quantized.array import Weight
 from tests.problems import generator
 
@@ -193,6 +194,16 @@ def test_another_layout_version_is_refused(kind: str, tmp_path: pathlib.Path) ->
         load(tmp_path / "file")
     with pytest.raises(ValueError, match=r"(?s)layout.?7.*(layout1|accepted: 1)|layout1.*layout7"):
         load(tmp_path / "file", {"up": INT4})
+
+
+def test_a_derived_class_is_kept(tmp_path: pathlib.Path) -> None:
+    """As qwix's models have it."""
+    like = PackedQArray(**{field.name: getattr(INT4, field.name) for field in dataclasses.fields(INT4)})
+    save_file({"up": like}, tmp_path / "file")
+    assert type(load_file(tmp_path / "file")["up"]) is PackedWeight
+    assert type(load_file(tmp_path / "file", {"up": like})["up"]) is PackedQArray
+    with pytest.raises(ValueError, match=r"accepted: PackedWeight words-nf4"):
+        load_file(tmp_path / "file", {"up": dataclasses.replace(like, qtype="nf4")})
 
 
 def test_copies_and_pickles_keep_abstract_leaves() -> None:
