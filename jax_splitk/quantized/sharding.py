@@ -42,8 +42,8 @@ def shardings(tree: Any, spec: Any) -> Any:
 
     Examples:
       >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "int4", group_size=64))
-      >>> jax_splitk.shardings(w, jax.sharding.PartitionSpec(None, "tp")).words
-      PartitionSpec('tp', None)
+      >>> jax_splitk.shardings(w, jax.P(None, "tp")).words == jax.P("tp", None)  # tiles of features, then of k
+      True
     """
     specs, structure = jax.tree.flatten(spec, is_leaf=_is_spec)
     subtrees = structure.flatten_up_to(tree)
