@@ -98,7 +98,7 @@ def named(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, PackedWeight | QuantizedArray)
+    return isinstance(x, Weight)
 
 
 def arrays_of(weight: Any) -> dict[str, Any]:

@@ -124,7 +124,8 @@ def test_transformations() -> None:
     assert (shapes.shape, shapes.words.shape, shapes.nbytes) == ((96, 70), (2, 2, 1024), 4 * 4096 + 2 * 4 * 64 * 4)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(packed)]
     words = ".words-uint4-group32-96x70-contracts0-zeros_uint4-layout1"
-    assert paths == [words, ".scale", ".zero_point"]  # the first key says what the arrays do not
+    guard = ".guard-use-jax_splitk-shardings"
+    assert paths == [words, ".scale", ".zero_point", guard]  # the first key says what the arrays do not
 
 
 def test_without_implicit_promotion_of_ranks() -> None:
