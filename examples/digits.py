@@ -87,24 +87,24 @@ def loss(params, images, labels, conv):
     return -jnp.mean(jnp.take_along_axis(log_probabilities, labels[:, None], axis=1))
 
 
-def adam(params, grads, state):
-    """One step of Adam (Kingma and Ba, 2015)."""
+def adam(params, grads, state, rate=LEARNING_RATE, decay=0.999):
+    """One step of Adam (Kingma and Ba, 2015). `decay` is that of the squares' mean."""
     step, mean, square = state
     step += 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
-    square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, grads)
-    rate = LEARNING_RATE * jnp.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-    params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+    square = jax.tree.map(lambda s, g: decay * s + (1 - decay) * g * g, square, grads)
+    corrected = rate * jnp.sqrt(1 - decay**step) / (1 - 0.9**step)
+    params = jax.tree.map(lambda p, m, s: p - corrected * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
     return params, (step, mean, square)
 
 
-def train_step(loss):
-    """The compiled step of Adam on `loss(params, images, labels)`: it also returns the loss, last."""
+def train_step(loss, **options):
+    """The compiled step of Adam, with these options, on `loss(params, *batch)`: it also returns the loss, last."""
 
     @jax.jit
-    def step(params, state, images, labels):
-        value, grads = jax.value_and_grad(loss)(params, images, labels)
-        return *adam(params, grads, state), value
+    def step(params, state, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return *adam(params, grads, state, **options), value
 
     return step
 

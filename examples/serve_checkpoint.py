@@ -17,7 +17,7 @@ import tempfile
 import jax
 import numpy as np
 from checkpoint_formats import WRITERS, save
-from digits import exit_with, start
+from digits import exit_with, start, train_step
 from jax import numpy as jnp
 from tqdm import trange
 
@@ -117,17 +117,7 @@ def text():
 
 
 def train(params, rows):
-    @jax.jit
-    def step(params, state, tokens):
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        count, mean, square = state
-        count += 1
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
-        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, square, grads)
-        rate = LEARNING_RATE * jnp.sqrt(1 - 0.99**count) / (1 - 0.9**count)
-        params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
-        return params, (count, mean, square), value
-
+    step = train_step(loss, rate=LEARNING_RATE, decay=0.99)
     state, rng = start(params), np.random.default_rng(1)
     progress = trange(STEPS, desc="training", unit="step")
     for i in progress:
