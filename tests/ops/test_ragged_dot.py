@@ -249,21 +249,20 @@ def test_gradients_have_laxs_dtypes(preferred: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["forward", "rhs_gradient"])
 def test_errors_are_at_most_twice_xlas(mode: Any) -> None:
-    """The errors are those of long sums of random numbers, relative to float64."""
+    """The errors are those of long sums of random numbers, relative to float64: the greatest of several products."""
+    forward, greatest = mode == "forward", {"host": 0.0, "xla": 0.0}
+    p = RaggedDotProblem(mode, 4, 40 if forward else 4000, 4000 if forward else 40, 24, "float32", "float32")
+    product = jax_splitk.ragged_dot if forward else _contracted
     with seeded(409) as rng:
-        forward = mode == "forward"
-        p = RaggedDotProblem(mode, 4, 40 if forward else 4000, 4000 if forward else 40, 24, "float32", "float32")
-        sizes = rng.multinomial(p.m, [0.6, 0.0, 0.3, 0.1])
-        lhs, rhs = (rng.normal(size=shape).astype(np.float32) for shape, _ in p.operand_types[:2])
-        exact = exactly(p, lhs, rhs, sizes)
-
-        def error(implementation: Any) -> float:
-            options = {"precision": "highest", "implementation": implementation}
-            product = jax_splitk.ragged_dot if forward else _contracted
-            difference = np.asarray(product(lhs, rhs, sizes, **options), np.float64) - exact
-            return float(np.sqrt(np.mean(difference**2)))  # steadier than the greatest of few elements
-
-        assert error("host") <= 2 * error("xla")
+        for _ in range(8):
+            sizes = rng.multinomial(p.m, [0.6, 0.0, 0.3, 0.1])
+            lhs, rhs = (rng.normal(size=shape).astype(np.float32) for shape, _ in p.operand_types[:2])
+            exact = exactly(p, lhs, rhs, sizes)
+            for implementation, before in greatest.items():
+                options = {"precision": "highest", "implementation": implementation}
+                error = np.abs(np.asarray(product(lhs, rhs, sizes, **options), np.float64) - exact).max()
+                greatest[implementation] = max(before, float(error))
+        assert greatest["host"] <= 2 * greatest["xla"]
 
 
 def _contracted(x: Any, y: Any, sizes: Any, **options: Any) -> jax.Array:
