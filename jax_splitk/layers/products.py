@@ -8,9 +8,10 @@ import jax
 from jax import numpy as jnp
 
 from jax_splitk.ops.quantized_einsum import quantized_dot_general, quantized_einsum
-from jax_splitk.quantized.array import Weight, dequantize, is_weight, unwrapped
+from jax_splitk.quantized.array import dequantize, is_weight, unwrapped
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.params import QuantizationRule
+from jax_splitk.quantized.permuted import PermutedWeight
 
 
 def dot_general(
@@ -27,10 +28,10 @@ def dot_general(
         if out_sharding is not None:
             raise ValueError(f"out_sharding={out_sharding!r} of a product with a PackedWeight; accepted: None")
         return quantized_dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-    if isinstance(rhs, Weight) and not hasattr(rhs, "qvalue"):  # of a checkpoint with its rows in another order
+    if isinstance(rhs, PermutedWeight):
         accepted = (((lhs.ndim - 1,), (0,)), ((), ()))
         if dimension_numbers != accepted:
-            raise ValueError(f"dimension_numbers={dimension_numbers} with a {type(rhs).__name__}; accepted: {accepted}")
+            raise ValueError(f"dimension_numbers={dimension_numbers} with a PermutedWeight; accepted: {accepted}")
         y = lhs @ rhs
         return y if preferred_element_type is None else y.astype(preferred_element_type)
     rhs = dequantize(rhs, lhs.dtype) if is_weight(rhs) else rhs
@@ -65,8 +66,7 @@ def einsum(
 
 def stand_in(kernel: Any) -> jax.Array:
     """A number of the dtype with which a quantized kernel counts where a layer promotes dtypes: that of its scales."""
-    kernel = unwrapped(kernel)
-    return jnp.zeros((), getattr(kernel, "weight", kernel).dtype)
+    return jnp.zeros((), unwrapped(kernel).dtype)
 
 
 @dataclasses.dataclass(frozen=True)

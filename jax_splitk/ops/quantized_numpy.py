@@ -9,8 +9,9 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.ops.quantized_einsum import quantized_dot_general, quantized_einsum
-from jax_splitk.quantized.array import Weight, dequantize, is_weight, unwrapped
+from jax_splitk.quantized.array import dequantize, is_weight, unwrapped
 from jax_splitk.quantized.packed_weight import PackedWeight
+from jax_splitk.quantized.permuted import PermutedWeight
 
 _NAMES = ("dot", "einsum", "matmul", "tensordot")
 
@@ -24,7 +25,7 @@ def functions() -> dict[tuple[Any, str], Callable[..., Any]]:
 def _product(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:
     """Theirs, unless an operand is a quantized weight. XLA dequantizes one that is not packed."""
     given = [unwrapped(arg) if is_weight(arg) else arg for arg in args]
-    if any(isinstance(arg, Weight) and not hasattr(arg, "qvalue") for arg in given):
+    if any(isinstance(arg, PackedWeight | PermutedWeight) for arg in given):
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name == "axes"}
         return ours(*given, **kwargs)
     if all(new is old for new, old in zip(given, args, strict=True)) and not any(map(is_weight, given)):
@@ -60,7 +61,7 @@ def _matmul(a: Any, b: Any, precision: Any = None, **kwargs: Any) -> jax.Array:
 
 def _contracted(a: Any, b: Any, precision: Any, kwargs: dict[str, Any]) -> jax.Array:
     """The product over the last axis of `a` and the last but one of `b`."""
-    if not isinstance(a, PackedWeight) and not isinstance(b, PackedWeight):  # rows in another order
+    if isinstance(a, PermutedWeight) or isinstance(b, PermutedWeight):
         return a @ b
     numbers = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
     return quantized_dot_general(a, b, numbers, precision, **kwargs)

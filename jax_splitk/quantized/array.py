@@ -26,6 +26,11 @@ class Weight:
 
     __array_ufunc__ = None  # makes NumPy's arrays leave `x @ w` to `__rmatmul__`, as JAX's do
     product: ClassVar[Callable[[Any, Any], Any]]  # (x, w) -> x @ w; `ops.quantized_matmul` sets it
+    shape: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     def __rmatmul__(self, other: Any) -> Any:
         return type(self).product(other, self)
@@ -112,10 +117,6 @@ class QuantizedArray(Weight):
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.qvalue.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -273,10 +274,10 @@ def _tile(shape: tuple[int, ...], axis: int | Sequence[int] | None, group_size: 
     group = size if group_size is None else integer(group_size) or 0
     reach = group_tile(sizes, group) if group > 0 and size % group == 0 else None
     along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes} of sizes {tuple(sizes)}"
-    if reach is None or (group != size and group % GROUP_SIZES[0]):
-        whole = "" if len(axes) == 1 else "; whole rows of the last of these axes, or parts of one"
-        accepted = f"a multiple of {GROUP_SIZES[0]} that divides them, {size} or None for all (at least one){whole}"
-        require(False, f"group_size={group_size!r} of {size} elements along {along}", accepted)
+    valid = reach is not None and (group == size or group % GROUP_SIZES[0] == 0)
+    whole = "" if len(axes) == 1 else "; whole rows of the last of these axes, or parts of one"
+    accepted = f"a multiple of {GROUP_SIZES[0]} that divides them, {size} or None for all (at least one){whole}"
+    require(valid, f"group_size={group_size!r} of {size} elements along {along}", accepted)
     of_axis = dict(zip(axes, reach or (), strict=True))
     return tuple(of_axis.get(i, 1) for i in range(len(shape)))
 

@@ -190,10 +190,6 @@ class PackedWeight(Weight):
         return product if ndim == 1 else jnp.moveaxis(product, 0, -1)
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
     def dtype(self) -> Any:
         """The scale's dtype."""
         return self.scale.dtype

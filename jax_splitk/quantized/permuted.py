@@ -51,10 +51,6 @@ class PermutedWeight(Weight):
         return self.weight.shape
 
     @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
     def dtype(self) -> Any:
         """The scale's dtype."""
         return self.weight.dtype

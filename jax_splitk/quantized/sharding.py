@@ -8,11 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_splitk.quantized.array import QuantizedArray, Weight
+from jax_splitk.quantized.array import QuantizedArray
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.packing import cuts
 from jax_splitk.quantized.permuted import PermutedWeight
+from jax_splitk.quantized.state import is_quantized
 from jax_splitk.runtime.arguments import RefusedValue
 
 _OPEN = PartitionSpec.UNCONSTRAINED
@@ -49,7 +50,7 @@ def shardings(tree: Any, spec: Any) -> Any:
     subtrees = structure.flatten_up_to(tree)
     return structure.unflatten(
         [
-            jax.tree.map(lambda leaf, spec=spec: _of_leaf(leaf, spec), subtree, is_leaf=_is_weight)
+            jax.tree.map(lambda leaf, spec=spec: _of_leaf(leaf, spec), subtree, is_leaf=is_quantized)
             for spec, subtree in zip(specs, subtrees, strict=True)
         ]
     )
@@ -59,12 +60,8 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Weight)
-
-
 def _of_leaf(leaf: Any, spec: Any) -> Any:
-    if spec is None or not _is_weight(leaf):
+    if spec is None or not is_quantized(leaf):
         return spec
     if not _is_spec(spec):
         raise RefusedValue(f"spec={spec!r} of a {type(leaf).__name__}; accepted: a PartitionSpec or NamedSharding")
