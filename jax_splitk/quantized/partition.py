@@ -22,7 +22,7 @@ def partition(tree: Any, trainable: str | None = None) -> tuple[Any, Any]:
         "up/kernel/scale" are its scales.
 
     Returns:
-      (trained, frozen): two trees of the same structure. Each has None in place of the other's arrays.
+      Two trees of the same structure: the trained one and the frozen one. Each has None in place of the other's arrays.
 
     Raises:
       ValueError: `trainable` is found in the path of no floating array.
