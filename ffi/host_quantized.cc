@@ -21,6 +21,8 @@ constexpr int64_t kSteps = 4;           // of 16 k, the shortest group, of a til
 constexpr int64_t kMaxRowBlock = 1024;  // jax_splitk/kernels/quantized/host.py has the same
 
 struct Quantized : Product {
+  static constexpr bool kFixedDepth = true;
+
   int64_t bits, group_size;
   const float *values, *x, *scale, *zero;  // values: of each code; zero: null if the weight has no zero points
   const uint32_t* words;                   // in the order of jax_splitk/quantized/packing.py
