@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "host.h"
@@ -21,10 +22,9 @@ constexpr int64_t kSteps = 4;           // of 16 k, the shortest group, of a til
 constexpr int64_t kMaxRowBlock = 1024;  // jax_splitk/kernels/quantized/host.py has the same
 
 struct Quantized : Product {
-  static constexpr bool kFixedDepth = true;
-
   int64_t bits, group_size;
-  const float *values, *x, *scale, *zero;  // values: of each code; zero: null if the weight has no zero points
+  // values: of each code; zero, channel: null if the weight has no zero points or channel scales
+  const float *values, *x, *scale, *zero, *channel;
   const uint32_t* words;                   // in the order of jax_splitk/quantized/packing.py
 
   int64_t k_tiles() const { return CeilDiv(k, kTileSide); }
@@ -42,6 +42,11 @@ struct Quantized : Product {
       const int64_t group_of_k = group_size == k ? 0 : (k0 + step * 16) / group_size;
       const int64_t at = (feature_tile * groups_of_k() + group_of_k) * kTileSide;
       LoadGroup(scale + at, scales[step]);
+      if (channel != nullptr) {
+        float channels[kTileSide];
+        LoadGroup(channel + feature_tile * kTileSide, channels);
+        for (int64_t i = 0; i < kTileSide; ++i) scales[step][i] *= channels[i];
+      }
       if (zero != nullptr) LoadGroup(zero + at, zeros[step]);
     }
     const uint32_t* from = words + (feature_tile * k_tiles() + k0 / kTileSide) * tile_words();
@@ -92,15 +97,18 @@ std::string NumbersRefusal(const Quantized& call) {
   return "";
 }
 
-std::string ShapesRefusal(const Quantized& call, Dims words, Dims scale, Dims zero, Dims out) {
+std::string ShapesRefusal(const Quantized& call, Dims words, Dims scale, Dims zero, const Dims* channel,
+                          Dims out) {
   const std::initializer_list<int64_t> groups = {call.column_tiles(), call.groups_of_k(), kTileSide};
   if (out[0] == call.rows && Is(words, {call.column_tiles(), call.k_tiles(), call.tile_words()}) &&
-      Is(scale, groups) && Is(zero, groups)) {
+      Is(scale, groups) && Is(zero, groups) &&
+      (channel == nullptr || Is(*channel, {call.column_tiles(), 1, kTileSide}))) {
     return "";
   }
   return Text("x ", List(std::initializer_list<int64_t>{call.rows, call.k}), ", words ", List(words),
-              ", scale ", List(scale), ", zero points ", List(zero), " and out ", List(out),
-              " do not fit for groups of ", call.group_size);
+              ", scale ", List(scale), ", zero points ", List(zero), ", ",
+              channel == nullptr ? "no channel scales" : "channel scales " + List(*channel), " and out ",
+              List(out), " do not fit for groups of ", call.group_size);
 }
 
 ffi::Error Refuse(const std::string& why) {
@@ -110,15 +118,26 @@ ffi::Error Refuse(const std::string& why) {
 ffi::Error HostQuantizedMatmul(ffi::ThreadPool pool, Matrix x, ffi::BufferR3<ffi::U32> words, Groups scale,
                                ffi::RemainingArgs more, ffi::Result<Matrix> out,
                                ffi::Result<ffi::Buffer<ffi::U8>> workspace, ffi::Span<const float> values,
-                               int64_t group_size, int64_t splits, int64_t row_block) {
+                               int64_t group_size, int64_t splits, int64_t row_block, int64_t channels) {
   Quantized call{};
   Dims zero_shape = scale.dimensions();
-  if (more.size() > 0) {
-    auto zero = more.get<Groups>(0);
-    if (zero.has_error() || more.size() > 1)
-      return Refuse("zero points must be the one further operand, of F32");
-    call.zero = zero->typed_data();
-    zero_shape = zero->dimensions();
+  std::optional<Dims> channel_shape;
+  // Zero points, then channel scales, if the weight has them.
+  const bool has_channels = channels != 0;
+  if (more.size() > 2 || more.size() < size_t{has_channels})
+    return Refuse(Text(more.size(), " operands after scale; accepted: zero points, channel scales"));
+  for (size_t i = 0; i < more.size(); ++i) {
+    auto operand = more.get<Groups>(i);
+    if (operand.has_error()) return Refuse("zero points and channel scales must be of F32");
+    if (has_channels && i + 1 == more.size()) {
+      call.channel = operand->typed_data();
+      channel_shape = operand->dimensions();
+    } else if (call.zero == nullptr) {
+      call.zero = operand->typed_data();
+      zero_shape = operand->dimensions();
+    } else {
+      return Refuse("two operands of zero points; accepted: one");
+    }
   }
   if (values.size() != 16 && values.size() != 256)
     return Refuse(Text("values of ", values.size(), " codes; accepted: 16 or 256"));
@@ -134,7 +153,8 @@ ffi::Error HostQuantizedMatmul(ffi::ThreadPool pool, Matrix x, ffi::BufferR3<ffi
   call.row_block = row_block;
   std::string why = NumbersRefusal(call);
   if (why.empty())
-    why = ShapesRefusal(call, words.dimensions(), scale.dimensions(), zero_shape, out->dimensions());
+    why = ShapesRefusal(call, words.dimensions(), scale.dimensions(), zero_shape,
+                        channel_shape ? &*channel_shape : nullptr, out->dimensions());
   if (why.empty()) why = SetResults(&call, out->typed_data(), workspace);
   if (!why.empty()) return Refuse(why);
   call.x = x.typed_data();
@@ -160,4 +180,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxSplitkHostQuantizedMatmul, jax_splitk::HostQuan
                                   .Attr<xla::ffi::Span<const float>>("values")
                                   .Attr<int64_t>("group_size")
                                   .Attr<int64_t>("splits")
-                                  .Attr<int64_t>("row_block"));
+                                  .Attr<int64_t>("row_block")
+                                  .Attr<int64_t>("channels"));

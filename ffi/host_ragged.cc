@@ -44,8 +44,6 @@ std::vector<Range> RowsOfGroups(const int32_t* sizes, int64_t total, int64_t fir
 // The rows of a forward product's result are those of all groups; blocks of them are `blocks`. A rhs gradient
 // has a reduction of its own length for each group.
 struct Ragged : Product {
-  static constexpr bool kFixedDepth = true;
-
   bool forward, transposed;  // transposed: rhs is [groups, n, k]
   int64_t lhs_columns, rhs_columns;
   const float *lhs, *rhs;

@@ -45,7 +45,7 @@ from tests.problems import conv, conv_of
 from tests.random_problems import device_plan
 
 SEED = 7
-HALF, E4M3 = "float16", "float8_e4m3fn"
+HALF, E4M3, E8M0 = "float16", "float8_e4m3fn", "float8_e8m0fnu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _ragged_operands(p: RaggedDotProblem) -> tuple[tuple[np.ndarray, ...], np.nd
 @functools.cache
 def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     with jax.default_device(jax.devices("cpu")[0]):
-        q, weight = products.exact_weight(case, SEED)
+        q, weight = products.exact_weight(case, SEED, case.operand)
         # The tensor cores' sums of e4m3 products keep 13 bits at least.
         x = products.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
         operands = tuple(np.asarray(array) for array in products.operands(prepack(q), x, case.x_dtype))
@@ -487,6 +487,12 @@ def _stream() -> Iterator[Run]:
         (products.Case(6, 208, 72, "float4_e2m1fn", 16), 8, 2, 1, 1, 2),
         (products.Case(12, 256, 130, "float4_e2m1fn", 16, x_dtype=E4M3), 16, 1, 2, 2, 1),
         (products.Case(3, 144, 70, "uint4", 16, "bfloat16", HALF, HALF, HALF), 8, 1, 1, 1, 1),
+        # Scales of a byte, and channel scales.
+        (products.Case(6, 320, 72, "float4_e2m1fn", 32, None, E8M0), 8, 2, 1, 2, 1),
+        (products.Case(3, 208, 130, "float4_e2m1fn", 16, None, E4M3, channel=True), 8, 1, 2, 1, 2),
+        (products.Case(12, 256, 70, "uint4", 128, "own", E8M0, HALF, HALF, channel=True), 16, 1, 2, 2, 1),
+        (products.Case(5, 250, 70, E4M3, 250, None, E8M0, out_dtype="float32", channel=True), 8, 1, 1, 1, 1),
+        (products.Case(20, 256, 136, "float4_e2m1fn", 64, None, E4M3, E4M3), 32, 1, 1, 2, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
 
@@ -502,6 +508,9 @@ def _fp8() -> Iterator[Run]:
         (wide, fp8.Config(256, 64, 2, 6, multicast=2)),
         (exact, fp8.Config(128, 192, 2, 2, multicast=2)),
         (channel, fp8.Config(128, 64, 2, 3)),
+        (products.Case(20, 448, 136, "float4_e2m1fn", 32, None, E8M0, E4M3), fp8.Config(128, 32, 2, 3)),
+        (products.Case(70, 320, 300, E4M3, 64, None, E4M3, E4M3, HALF, True), fp8.Config(256, 64, 2, 4)),
+        (products.Case(9, 336, 130, "int4", 336, None, E8M0, E4M3, channel=True), fp8.Config(128, 64, 2, 2)),
     ):
         yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config), case)
     # Ranges of a tile that are a cluster: the pipeline is filled again, sums land across its end, two k_warpgroups.
@@ -531,11 +540,19 @@ def _tiled() -> Iterator[Run]:
         (products.Case(33, 336, 130, "float4_e2m1fn", 16), 128, 64, 2),
         (products.Case(20, 208, 72, "float4_e2m1fn", 16, None, HALF, HALF, HALF), 64, 32, 3),
         (products.Case(9, 256, 70, "int4", 16, "own", "float32"), 64, 16, 2),
+        (products.Case(17, 448, 136, "float4_e2m1fn", 32, None, E8M0), 128, 32, 3),
+        (products.Case(33, 336, 130, "float4_e2m1fn", 16, None, E4M3, channel=True), 128, 64, 2),
+        (products.Case(20, 320, 72, E4M3, 64, None, E8M0, HALF, HALF, True), 64, 32, 3),
+        (products.Case(17, 384, 136, "int4", 128, None, E8M0, channel=True), 128, 32, 2),
+        (products.Case(9, 256, 70, "uint4", 32, "own", E4M3, out_dtype="float32"), 64, 16, 2),
+        (products.Case(9, 200, 70, "int8", 200, None, E4M3, channel=True), 64, 16, 2),
     ):
         config = tiled.Config(tile_m, tile_n, 2, blocks)
         yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)
     deep = dataclasses.replace(plain, k=768)
+    scaled = products.Case(17, 512, 136, "float4_e2m1fn", 16, None, E4M3, channel=True)
     for case, tile, splits in (
+        (scaled, tiled.Config(128, 32, 4, 0, k_warpgroups=2), 2),
         (plain, tiled.Config(128, 32, 2, 0), 3),
         (deep, tiled.Config(64, 64, 8, 0, k_warpgroups=2), 2),
         (deep, tiled.Config(128, 32, 4, 0, k_warpgroups=2), 3),

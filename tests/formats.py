@@ -13,7 +13,9 @@ from jax_splitk.quantized import QuantizedArray
 
 BITS = {"int4": 4, "uint4": 4, "int8": 8, "float8_e4m3fn": 8, "float4_e2m1fn": 4, "nf4": 4}
 INTEGERS = ("int4", "uint4", "int8")
-SCALE_DTYPES = ("bfloat16", "float16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+E8M0 = "float8_e8m0fnu"
+SCALE_DTYPES = (*FLOAT_DTYPES, E8M0, "float8_e4m3fn")
 # XLA:CPU without these emitters (tests/conftest.py) rounds to float4_e2m1fn twice.
 ROUNDED_ONCE = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 # Zero points as dtype names; None for none, "own" for the elements' dtype.
@@ -24,11 +26,17 @@ CASES = [
 ]
 
 # Group sizes of k = 384, the last per channel, each with a dtype of the scales.
-GROUPS = ((16, "bfloat16"), (32, "float32"), (64, "bfloat16"), (128, "float16"), (384, "float32"))
+GROUPS = (
+    *((16, "bfloat16"), (32, "float32"), (64, "bfloat16"), (128, "float16"), (384, "float32")),
+    *((32, E8M0), (16, "float8_e4m3fn"), (384, E8M0)),
+)
 
-# The published table of NormalFloat4 (QLoRA, appendix E), to six digits.
-NF4 = (-1, -0.696193, -0.525073, -0.394917, -0.284441, -0.184773, -0.091050, 0)
-NF4 = (*NF4, 0.079580, 0.160930, 0.246112, 0.337915, 0.440710, 0.562617, 0.722957, 1)
+# The published table of NormalFloat4 (QLoRA, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -45,11 +53,12 @@ class Foreign:
     sparsity_mask: Any = None
 
 
-def table(name: str) -> np.ndarray:
-    """The value of every bit pattern of a format, in float64, by the pattern; NaN patterns hold NaN."""
+def table(name: str, rounded: str = "float32") -> np.ndarray:
+    """The value of every bit pattern of a format, in float64, by the pattern; NaN patterns hold NaN. `rounded`: the
+    dtype of nf4's values, which kernels for GPUs round to what they multiply."""
     patterns = np.arange(2 ** BITS[name])
     if name == "nf4":
-        return np.asarray(NF4).astype(ml_dtypes.bfloat16).astype(np.float64)
+        return np.asarray(NF4, np.float32).astype(jnp.dtype(rounded)).astype(np.float64)
     if name in INTEGERS:
         negative = (name != "uint4") & (patterns >= patterns.size // 2)
         return np.where(negative, patterns - patterns.size, patterns).astype(np.float64)
@@ -68,22 +77,35 @@ def elements(name: str, patterns: np.ndarray) -> jax.Array:
 
 
 def every_code(
-    name: str, k: int, features: int, group: int, zero: str | None = None, scale_dtype: str = "bfloat16", seed: int = 0
+    name: str,
+    k: int,
+    features: int,
+    group: int,
+    zero: str | None = None,
+    scale_dtype: str = "bfloat16",
+    seed: int = 0,
+    *,
+    channel: bool = False,
+    rounded: str = "float32",
 ) -> tuple[QuantizedArray, np.ndarray]:
-    """A weight [k, features] that holds every finite bit pattern if it is large enough, and its values in float64."""
+    """A weight [k, features] that holds every finite bit pattern if it is large enough, and its values in float64.
+    `channel`: with channel scales, powers of two; `rounded` as in `table`."""
     rng = np.random.default_rng(seed)
     finite = np.flatnonzero(np.isfinite(table(name)))
     patterns = rng.permutation(np.resize(finite, k * features)).reshape(k, features)
     shape = (k // group, features)
-    scale = jnp.asarray(rng.uniform(0.25, 4, shape) * rng.choice([-1, 1], shape), scale_dtype)
-    value, zero_point = table(name)[patterns], None
+    sign = rng.choice([-1, 1], shape)
+    scale = jnp.asarray((rng.uniform(0.25, 4, shape) * (1 if scale_dtype == E8M0 else sign)).astype(scale_dtype))
+    channel_scale = jnp.asarray(rng.choice([0.5, 1, 4], (1, features)), jnp.float32) if channel else None
+    value, zero_point = table(name, rounded)[patterns], None
     if zero == "own":
         zero_point = elements(name, rng.integers(0, 2 ** BITS[name], shape))
     elif zero is not None:
         zero_point = jnp.asarray(rng.uniform(-8, 8, shape), zero)
-    q = QuantizedArray(elements(name, patterns), scale, zero_point, name)
+    q = QuantizedArray(elements(name, patterns), scale, zero_point, name, channel_scale)
     if zero_point is not None:
         # One rounding to float32, as the definition has it.
         difference = value - np.repeat(np.asarray(zero_point.astype(jnp.float32), np.float64), group, axis=0)
         value = difference.astype(np.float32).astype(np.float64)
-    return q, value * np.repeat(np.asarray(scale.astype(jnp.float32), np.float64), group, axis=0)
+    value = value * np.repeat(np.asarray(scale.astype(jnp.float32), np.float64), group, axis=0)
+    return q, value if channel_scale is None else value * np.asarray(channel_scale, np.float64)

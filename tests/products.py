@@ -42,22 +42,30 @@ class Case:
     scale_dtype: str = "bfloat16"
     x_dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
+    channel: bool = False  # with channel scales
+
+    @property
+    def operand(self) -> str:
+        """The dtype that the tensor cores multiply, but for products of e4m3."""
+        return "bfloat16" if self.x_dtype == "bfloat16" else "float16"
 
     @property
     def problem(self) -> QuantizedMatmulProblem:
-        zero = {None: "none", "own": self.scale_dtype}.get(self.zero, self.zero)
+        byte = self.scale_dtype not in formats.FLOAT_DTYPES
+        zero = {None: "none", "own": "bfloat16" if byte else self.scale_dtype}.get(self.zero, self.zero)
         return QuantizedMatmulProblem(
             self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
-            self.scale_dtype, str(zero),
+            self.scale_dtype, str(zero), channel_dtype="float32" if self.channel else "none",
         )  # fmt: skip
 
-    def every_code(self) -> tuple[QuantizedArray, np.ndarray]:
-        return formats.every_code(self.qtype, self.k, self.features, self.group_size, self.zero, self.scale_dtype)
+    def every_code(self, rounded: str = "float32") -> tuple[QuantizedArray, np.ndarray]:
+        given = (self.qtype, self.k, self.features, self.group_size, self.zero, self.scale_dtype)
+        return formats.every_code(*given, channel=self.channel, rounded=rounded)
 
 
 def operands(packed: PackedWeight, x: Any, x_dtype: str) -> tuple[jax.Array, ...]:
-    zero = () if packed.zero_point is None else (packed.zero_point,)
-    return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *zero)
+    more = [leaf for leaf in (packed.zero_point, packed.channel_scale) if leaf is not None]
+    return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *more)
 
 
 def random(*key: int) -> np.random.Generator:
@@ -73,25 +81,33 @@ def normal(case: Case) -> jax.Array:
     return jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k)).astype(case.x_dtype)
 
 
-def exact_weight(case: Case, seed: int) -> tuple[QuantizedArray, np.ndarray]:
-    """A weight whose sums of products with small integers are exact in float32, and its values in float64."""
+def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[QuantizedArray, np.ndarray]:
+    """A weight whose sums of products with small integers are exact in float32, and its values in float64. `rounded` as
+    in `formats.table`."""
     rng = random(seed)
-    table = formats.table(case.qtype)
+    table = formats.table(case.qtype, rounded)
     fits = np.isfinite(table) & (np.abs(table) <= 128) & (table * 2048 == np.rint(table * 2048))
     if case.qtype == "float8_e4m3fn":
         fits = (np.abs(table) <= 16) & (table * 8 == np.rint(table * 8))
     patterns = rng.choice(np.flatnonzero(fits), (case.k, case.features))
     shape = (case.k // case.group_size, case.features)
-    scale = rng.choice([-2.0, -1.0, 0.5, 1.0, 2.0], shape)
+    sizes = [-2.0, -1.0, 0.5, 1.0, 2.0]
+    scale = rng.choice(np.abs(sizes) if case.scale_dtype == formats.E8M0 else sizes, shape)
+    channel = rng.choice(sizes, (1, case.features)) if case.channel else None
     value, zero_point = table[patterns], None
     if case.zero is not None:
         zero = rng.integers(0, 8, shape)
         zero_point = jnp.asarray(zero, formats.storage(case.qtype) if case.zero == "own" else case.zero)
         value = value - np.repeat(zero, case.group_size, axis=0)
     q = QuantizedArray(
-        formats.elements(case.qtype, patterns), jnp.asarray(scale, case.scale_dtype), zero_point, case.qtype
+        formats.elements(case.qtype, patterns),
+        jnp.asarray(scale.astype(case.scale_dtype)),
+        zero_point,
+        case.qtype,
+        None if channel is None else jnp.asarray(channel, jnp.float32),
     )
-    return q, value * np.repeat(scale, case.group_size, axis=0)
+    value = value * np.repeat(scale, case.group_size, axis=0)
+    return q, value if channel is None else value * channel
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
@@ -100,10 +116,11 @@ def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
         return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
 
 
-def elements(q: QuantizedArray) -> np.ndarray:
-    """The values of a weight's elements, without scales and zero points, in float64."""
+def elements(q: QuantizedArray, rounded: str = "float32") -> np.ndarray:
+    """The values of a weight's elements, without scales and zero points, in float64. `rounded` as in
+    `formats.table`."""
     if q.qtype == "nf4":
-        return formats.table("nf4")[np.asarray(q.qvalue.astype(jnp.int32))]
+        return formats.table("nf4", rounded)[np.asarray(q.qvalue.astype(jnp.int32))]
     return np.asarray(q.qvalue.astype(jnp.float32), np.float64)
 
 

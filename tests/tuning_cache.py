@@ -29,7 +29,7 @@ from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.ragged_dot import MODES, RaggedDotProblem
-from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
+from jax_splitk.quantized.formats import FLOAT_DTYPES, FORMATS, SCALE_DTYPES
 from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import once, search, table
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -141,7 +141,7 @@ def random_product(rng: np.random.Generator) -> QuantizedMatmulProblem:
     qtype = str(rng.choice(list(FORMATS)))
     pick = lambda *values: str(rng.choice(values))  # noqa: E731
     k = 64 * int(rng.integers(2, 40))
-    zero_dtype = pick("none", *SCALE_DTYPES) if FORMATS[qtype].integer else "none"
+    zero_dtype = pick("none", *FLOAT_DTYPES) if FORMATS[qtype].integer else "none"
     problem = QuantizedMatmulProblem(
         rows=int(rng.integers(1, 300)),
         k=k,
@@ -152,6 +152,7 @@ def random_product(rng: np.random.Generator) -> QuantizedMatmulProblem:
         group_size=int(rng.choice([32, 64, k])),
         scale_dtype=pick(*SCALE_DTYPES),
         zero_dtype=zero_dtype,
+        channel_dtype=pick("none", "float32"),
     )
     problem.validate()
     return problem

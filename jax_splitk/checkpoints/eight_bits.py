@@ -13,16 +13,16 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.checkpoints import compressed
-from jax_splitk.checkpoints.elements import E8M0, quantized
+from jax_splitk.checkpoints.elements import quantized
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
 from jax_splitk.quantized.array import QuantizedArray
-from jax_splitk.quantized.formats import SCALE_DTYPES
+from jax_splitk.quantized.formats import E8M0, FLOAT_DTYPES
 
 KEYS = (".weight",)
 METHODS = ("fp8", "fbgemm_fp8", "modelopt", *compressed.METHODS)
 _TYPES = ("float8_e4m3fn", "int8")
 _ENDS = (".weight", ".weight_scale_inv", ".weight_scale", ".weight_zero_point")
-_BYTES = ("uint8", "float8_e8m0fnu")  # of E8M0
+_BYTES = ("uint8", E8M0)
 _BLOCK = (128, 128)
 
 
@@ -40,8 +40,8 @@ def find(module: Module) -> Stored | None:
         formats = ("float-quantized", "mxfp8-quantized") if qtype == _TYPES[0] else ("int-quantized",)
         compressed.check_format(module, *formats, "naive-quantized")
     module.check(len(shape) in (2, 3) and min(shape) > 0, *_ENDS, because="accepted: weights [n, k] or [experts, n, k]")
-    known = module.dtype(ends[0]) in (*SCALE_DTYPES, *_BYTES)
-    module.check(known, *_ENDS, because=f"accepted: scales of {', '.join((*SCALE_DTYPES, *_BYTES))}")
+    known = module.dtype(ends[0]) in (*FLOAT_DTYPES, *_BYTES)
+    module.check(known, *_ENDS, because=f"accepted: scales of {', '.join((*FLOAT_DTYPES, *_BYTES))}")
     scales = _matrix(module, ends[0])
     *stack, features, k = shape
     tile = _tile(module, ends[0], (features, k), scales)
@@ -86,7 +86,7 @@ def _tile(module: Module, end: str, shape: tuple[int, int], scales: tuple[int, .
 def _parts(module: Module, end: str, scales: tuple[int, ...], tile: tuple[int, int]) -> Parts:
     weight, scale = module.array(".weight"), module.array(end)
     if scale.dtype.name in _BYTES:
-        scale = E8M0[scale.view(np.uint8)]
+        scale = scale.view(jnp.dtype(E8M0))
     stack = len(weight.shape) - 2
     scale = np.broadcast_to(scale.reshape(scales), (*weight.shape[:stack], *scales[stack:]))
     zeros = None

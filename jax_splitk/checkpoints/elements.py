@@ -1,5 +1,6 @@
 """Elements, groups and scales of stored weights, in traceable functions."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,6 @@ from jax import numpy as jnp
 from jax_splitk.quantized.array import QuantizedArray
 from jax_splitk.quantized.formats import FORMATS, from_codes
 
-# 2**(s - 127) for each byte s of E8M0, as bits: 2**-127 is a subnormal bfloat16, and 255 is NaN.
-_E8M0 = np.arange(256, dtype=np.uint16) << 7
-_E8M0[[0, 255]] = 0x0040, 0x7FC0
-E8M0 = _E8M0.view(jnp.bfloat16)
 # The nibbles of a byte: which begins at which bit.
 LOW_FIRST, HIGH_FIRST = (0, 4), (4, 0)
 
@@ -58,8 +55,12 @@ def _even(x: jax.Array, axis: int, size: int, tile: int) -> jax.Array:
     return jnp.take(x, np.arange(0, size, part) // tile, axis=axis)
 
 
-def e2m1(words: Any, scales: Any, table: Any, group: int) -> QuantizedArray:
-    """A weight [k, features] of e2m1 elements [n, k / 2], two a byte, and of scales [n, k / group], whose bytes stand
-    for the values of `table`."""
-    scale = jnp.take(table, scales.astype(jnp.int32), axis=0)
-    return quantized("float4_e2m1fn", unpacked(words, 4, LOW_FIRST).T, scale.T, None, (group, 1))
+def e2m1(words: Any, scales: Any, whole: Any, dtype: str, group: int) -> QuantizedArray:
+    """A weight [k, features] of e2m1 elements [n, k / 2], two a byte, of scales [n, k / group], whose bytes are of
+    `dtype`, and of a float32 scale of the whole weight, or None."""
+    scale = jax.lax.bitcast_convert_type(scales.T, jnp.dtype(dtype))
+    q = quantized("float4_e2m1fn", unpacked(words, 4, LOW_FIRST).T, scale, None, (group, 1))
+    if whole is None:
+        return q
+    # One for each feature, so that weights with different ones can be joined.
+    return dataclasses.replace(q, channel_scale=jnp.broadcast_to(whole, (1, len(words))))

@@ -10,8 +10,9 @@ import functools
 import numpy as np
 
 from jax_splitk.checkpoints import compressed
-from jax_splitk.checkpoints.elements import E8M0, e2m1
+from jax_splitk.checkpoints.elements import e2m1
 from jax_splitk.checkpoints.weight import Module, Parts, Stored
+from jax_splitk.quantized.formats import E8M0
 
 KEYS = ("_blocks", ".weight_packed")
 METHODS = ("mxfp4",)
@@ -48,4 +49,4 @@ def _stored(module: Module, ends: tuple[str, str], end: str, bias: str) -> Store
 def _parts(module: Module, ends: tuple[str, str], stack: int) -> Parts:
     scales = module.array(ends[1]).view(np.uint8)
     blocks = module.array(ends[0])
-    return Parts(e2m1, (blocks.reshape(*scales.shape[:-1], -1), scales, E8M0), (GROUP,), 2 * stack)
+    return Parts(e2m1, (blocks.reshape(*scales.shape[:-1], -1), scales, None), (E8M0, GROUP), 2 * stack)

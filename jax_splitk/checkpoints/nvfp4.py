@@ -3,12 +3,15 @@
 compressed-tensors: `weight_packed` uint8 [n, k / 2], `weight_scale` e4m3 [n, k / 16], `weight_global_scale`, by which
 the scales are divided. ModelOpt: `weight`, `weight_scale`, `weight_scale_2`, with which they are multiplied. The first
 element is in the low half of a byte.
+
+The scale of the whole weight becomes a channel scale, with which scales are multiplied. ModelOpt's values are equal bit
+for bit. compressed-tensors' scale becomes its reciprocal, rounded to float32, so that values are at most two units in
+the last place of float32 away. A division would be no more exact, since a GPU's is not rounded correctly.
 """
 
 import functools
 
 import numpy as np
-from jax import numpy as jnp
 
 from jax_splitk.checkpoints import compressed
 from jax_splitk.checkpoints.elements import e2m1
@@ -56,12 +59,9 @@ def _stored(module: Module, ends: tuple[str, str, str]) -> Stored:
 def _parts(module: Module, ends: tuple[str, str, str], stack: int) -> Parts:
     scales, whole = module.array(ends[1]).view(np.uint8), module.array(ends[2]).ravel()
     _check(module, ends, whole, stack)
-    # NumPy rounds as the libraries do; a GPU's division need not.
-    values = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
-    columns = whole[: None if stack else 1, None]
-    tables = values / columns if ends == _DIVIDED else values * columns
-    tables = np.broadcast_to(tables, (len(scales), 256)) if stack else tables[0]
-    return Parts(e2m1, (module.array(ends[0]), scales, tables), (GROUP,), 3 * stack)
+    factors = np.float32(1) / whole if ends == _DIVIDED else whole
+    factors = np.broadcast_to(factors, len(scales)) if stack else factors[0]
+    return Parts(e2m1, (module.array(ends[0]), scales, factors), ("float8_e4m3fn", GROUP), 3 * stack)
 
 
 def _check(module: Module, ends: tuple[str, str, str], whole: np.ndarray, stack: int) -> None:

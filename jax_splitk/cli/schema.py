@@ -46,9 +46,10 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "group_size": ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column"),
         "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
         "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
-        "scale_dtype": ('"bfloat16"', "bfloat16, float16 or float32"),
-        "zero_dtype": ('"none"', "dtype of packed zero points: that of the scales, or none"),
+        "scale_dtype": ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn"),
+        "zero_dtype": ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none"),
         "layout": ("the newest", "version of the order of packed weights"),
+        "channel_dtype": ('"none"', "float32 for a second scale of each feature, or none"),
     },
     "ragged_dot": {
         "mode": ('"forward"', "forward (and the lhs gradient) or rhs_gradient"),

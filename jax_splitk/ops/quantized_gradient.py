@@ -14,11 +14,11 @@ from jax.interpreters import ad, mlir
 
 from jax_splitk.ops import checkpointing, lowering, quantized_primitive, taylor
 from jax_splitk.ops.call import Primitive
-from jax_splitk.ops.quantized_primitive import QuantizedCall, leaves_of, over_batch, quantized_matmul_p
+from jax_splitk.ops.quantized_primitive import QuantizedCall, over_batch, quantized_matmul_p
 from jax_splitk.ops.tangents import summed
 from jax_splitk.problems import quantized_reference as reference
 from jax_splitk.problems.quantized_matmul import X_DTYPES
-from jax_splitk.problems.quantized_reference import Layout, Leaves
+from jax_splitk.problems.quantized_reference import Layout, Leaves, leaves_of
 from jax_splitk.runtime import _compat
 from jax_splitk.tuning.options import Options
 
@@ -27,7 +27,7 @@ weight_tangent_p = core.Primitive("quantized_weight_tangent")
 # (x, *leaves, *leaves of the second weight) -> the product; the second weight computes the cotangent of x.
 paired_p = Primitive("quantized_matmul_paired")
 
-_PARTS = ("scale", "zero_point")
+_PARTS = ("scale", "zero_point", "channel_scale")  # Leaves[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +93,15 @@ def _with_tangent(call: WeightTangent) -> Callable[..., jax.Array]:
     layout, out_dtype = call.layout, call.out_dtype
 
     def multiplied(x: jax.Array, *operands: jax.Array) -> jax.Array:
-        *leaves, dot = operands
-        values, scale, zero_point = leaves_of(leaves)
-        if call.wrt == "scale":
-            return reference.product(layout, x, (values, dot, zero_point), out_dtype)
-        of_zeros = lambda zeros: reference.product(layout, x, (values, scale, zeros), out_dtype)  # noqa: E731
-        return jax.jvp(of_zeros, (zero_point,), (dot,))[1]
+        *given, dot = operands
+        leaves, moved = leaves_of(layout, given), 1 + _PARTS.index(call.wrt)
+
+        def of_part(part: jax.Array) -> jax.Array:
+            values, *parts = (part if i == moved else leaf for i, leaf in enumerate(leaves))
+            return reference.product(layout, x, (values, *parts), out_dtype)  # pyright: ignore[reportArgumentType]
+
+        # The product is linear in both kinds of scales.
+        return jax.jvp(of_part, (leaves[moved],), (dot,))[1] if call.wrt == "zero_point" else of_part(dot)
 
     return multiplied
 
@@ -134,10 +137,9 @@ def _tangent_transpose(ct: Any, x: Any, *operands: Any, call: WeightTangent) -> 
         with _traced_as("x_gradient"):
             return [*jax.linear_transpose(of_x, x.aval)(ct), *[None] * len(operands)]
     layout = call.layout
-    cotangent = reference.scale_cotangent if call.wrt == "scale" else reference.zero_point_cotangent
 
     def back(x: jax.Array, ct: jax.Array, *leaves: jax.Array) -> jax.Array:
-        return reference.group_order(layout, cotangent(layout, x, ct, leaves_of(leaves)), dot.aval)
+        return reference.cotangent(call.wrt, layout, x, ct, leaves_of(layout, leaves), dot.aval)
 
     automatic = _compat.over_auto_axes(over_batch(back, x), _compat.explicit_sharding(dot.aval))
     with _traced_as(f"{call.wrt}_gradient"):
@@ -157,7 +159,8 @@ taylor.define(weight_tangent_p, taylor.composed(_tangent))
 def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
     """The result's tangents by those of the weight's leaves."""
     static = {"layout": call.layout, "out_dtype": call.out_dtype, "options": call.options.without_config()}
-    asked = [(wrt, dot) for wrt, dot in zip(_PARTS, tangents[1:], strict=False) if not isinstance(dot, ad.Zero)]
+    parts = zip(_PARTS, leaves_of(call.layout, tangents)[1:], strict=True)
+    asked = [(wrt, dot) for wrt, dot in parts if dot is not None and not isinstance(dot, ad.Zero)]
     return [WeightTangent(wrt=wrt, **static).bind(x, *leaves, dot) for wrt, dot in asked]
 
 
@@ -176,7 +179,10 @@ def _transpose(ct: Any, x: Any, *leaves: Any, call: QuantizedCall) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [None, *none]
     layout, dtype = call.layout, x.aval.dtype
-    back = lambda ct, *operands: reference.product_transposed(layout, ct, leaves_of(operands), dtype)  # noqa: E731
+
+    def back(ct: jax.Array, *operands: jax.Array) -> jax.Array:
+        return reference.product_transposed(layout, ct, leaves_of(layout, operands), dtype)
+
     automatic = _compat.over_auto_axes(over_batch(back, ct), _compat.explicit_sharding(x.aval))
     with _traced_as("x_gradient"):
         return [automatic(ct, *leaves), *none]
@@ -188,7 +194,8 @@ ad.primitive_transposes[quantized_matmul_p] = _transpose
 
 def _in_lax(x: jax.Array, *leaves: jax.Array, call: QuantizedCall) -> jax.Array:
     """The product in plain lax, for Taylor coefficients: it is linear in x, and not in the weight's leaves."""
-    product = lambda x, *leaves: reference.product(call.layout, x, leaves_of(leaves), call.out_dtype)  # noqa: E731
+    layout = call.layout
+    product = lambda x, *of: reference.product(layout, x, leaves_of(layout, of), call.out_dtype)  # noqa: E731
     return over_batch(product, x)(x, *leaves)
 
 
@@ -223,14 +230,14 @@ def _by_second_jvp(pair: _Pair, primals: Any, tangents: Any) -> tuple[jax.Array,
     out = _by_second(pair, g, leaves, back_leaves)
     zero = jax.custom_derivatives.SymbolicZero
     terms = [] if isinstance(g_dot, zero) else [_by_second(pair, g_dot, leaves, back_leaves)]
-    asked = [i for i in (1, 2) if not isinstance(leaves_dot[i], zero | None)]
+    asked = [i for i in range(1, len(leaves)) if not isinstance(leaves_dot[i], zero | None)]
     if asked:
 
         def of(*given: jax.Array) -> jax.Array:
-            mixed = list(leaves)
-            for i, leaf in zip(asked, given, strict=True):
-                mixed[i] = leaf
-            return reference.product_transposed(pair.layout, g, (mixed[0], mixed[1], mixed[2]), pair.x_dtype)
+            changed = dict(zip(asked, given, strict=True))
+            values, *parts = (changed.get(i, leaf) for i, leaf in enumerate(leaves))
+            mixed: Any = (values, *parts)
+            return reference.product_transposed(pair.layout, g, mixed, pair.x_dtype)
 
         terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(leaves_dot[i] for i in asked))[1])
     return out, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(out)
@@ -255,7 +262,11 @@ def _paired_transpose(ct: Any, x: Any, *leaves: Any, call: PairedCall) -> list[A
     if isinstance(ct, ad.Zero) or ct.dtype.name not in X_DTYPES:
         return [*_transpose(ct, x, *leaves[:own], call=call.product), *none[own:]]
     pair = _Pair(call.layout, x.aval.dtype, call.back)
-    back = lambda ct, *all: _by_second(pair, ct, leaves_of(all[:own]), leaves_of(all[own:]))  # noqa: E731
+
+    def back(ct: jax.Array, *every: jax.Array) -> jax.Array:
+        first, second = leaves_of(pair.layout, every[:own]), leaves_of(pair.back.layout, every[own:])
+        return _by_second(pair, ct, first, second)
+
     with jax.named_scope("x_gradient"):
         return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
 

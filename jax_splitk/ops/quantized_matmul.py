@@ -17,6 +17,7 @@ from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, is_weight, unwrapped
+from jax_splitk.quantized.formats import BYTE_SCALES
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, per_feature
 from jax_splitk.quantized.permuted import PermutedWeight
@@ -156,19 +157,20 @@ class _Axes:
 
 
 def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
-    """(elements or words, scale, zero point) of a weight, its layout, and the sizes of its axes."""
+    """The leaves of a weight, its layout, and the sizes of its axes."""
     w = unwrapped(w)
     if isinstance(w, PackedWeight):
         w = checked(w)
         zero_point = None if w.zero_point is None else jnp.asarray(w.zero_point)
         if w.zero_dtype in ZERO_INTEGERS:  # floats since packing
             zero_point = jax.lax.stop_gradient(zero_point)
-        layout = Layout(w.padded_matrix, w.qtype, w.padded_group, w.layout)
+        channel_scale = None if w.channel_scale is None else jnp.asarray(w.channel_scale)
+        layout = Layout(w.padded_matrix, w.qtype, w.padded_group, w.layout, channel_scale is not None)
         contracted, kept = (
             tuple(w.dims[i] for i in axes) for axes in (w.contracted, features_of(len(w.dims), w.contracted))
         )
         return (
-            (jnp.asarray(w.words), jnp.asarray(w.scale), zero_point),
+            (jnp.asarray(w.words), _constant(jnp.asarray(w.scale)), zero_point, channel_scale),
             layout,
             _Axes(w.stack, contracted, kept, w.shape),
         )
@@ -179,8 +181,14 @@ def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
         raise TypeError(f"w of type {type(w).__name__}; accepted: {accepted}")
     q = per_feature(w)
     k, features = q.shape
-    layout = Layout((k, features), str(q.qtype), q.group_size, None)
-    return (q.qvalue, q.scale, q.zero_point), layout, _Axes((), (k,), (features,), q.shape)
+    layout = Layout((k, features), str(q.qtype), q.group_size, None, q.channel_scale is not None)
+    leaves = (q.qvalue, _constant(q.scale), q.zero_point, q.channel_scale)
+    return leaves, layout, _Axes((), (k,), (features,), q.shape)
+
+
+def _constant(scale: jax.Array) -> jax.Array:
+    """Scales, without a gradient if they have a byte: E8M0 has neither signs nor 0."""
+    return jax.lax.stop_gradient(scale) if scale.dtype.name in BYTE_SCALES else scale
 
 
 def _back(transposed: Any, layout: Layout, stack: tuple[int, ...], options: Options) -> tuple[Leaves, Back]:

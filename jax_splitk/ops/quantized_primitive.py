@@ -1,10 +1,10 @@
 """The `quantized_matmul` primitive: its type, batching and lowering (`quantized_gradient` differentiates it).
 
 Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
-one, its zero point, all with the same leading batch dimensions. What no kernel takes (`problem.refusal`) is lowered to
-XLA's product, like any other fallback. A batch of activations alone widens n. A batch of weights stays until lowering,
-where the choice is made for the product with one of them: a kernel runs once for each (one after the other, each fills
-the device), XLA multiplies them all at once.
+them, its zero point and its channel scale, all with the same leading batch dimensions. What no kernel takes
+(`problem.refusal`) is lowered to XLA's product, like any other fallback. A batch of activations alone widens n. A batch
+of weights stays until lowering, where the choice is made for the product with one of them: a kernel runs once for each
+(one after the other, each fills the device), XLA multiplies them all at once.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax_splitk.ops import checkpointing, lowering, partitioning
 from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.problems.quantized_reference import Layout, Leaves, problem_product
+from jax_splitk.problems.quantized_reference import Layout, Leaves, leaves_of, problem_product
 from jax_splitk.quantized.packing import cuts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
@@ -39,8 +39,8 @@ class QuantizedCall(Call):
 
     def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
         """The problem of the product with one weight, also where there is a batch of them."""
-        x, _, scale, *zero_point = avals
         layout = self.layout
+        x, (_, scale, zero_point, channel_scale) = avals[0], leaves_of(layout, avals[1:])
         return QuantizedMatmulProblem(
             rows=_compat.static_or_symbolic(x.shape[-2]),
             k=layout.shape[0],
@@ -50,25 +50,28 @@ class QuantizedCall(Call):
             qtype=layout.qtype,
             group_size=layout.group_size,
             scale_dtype=scale.dtype.name,
-            zero_dtype=zero_point[0].dtype.name if zero_point else "none",
+            zero_dtype="none" if zero_point is None else zero_point.dtype.name,
             layout=int(layout.version or 0),
+            channel_dtype="none" if channel_scale is None else channel_scale.dtype.name,
         )
 
     def rule(self, avals: Sequence[Any]) -> Rule | str:
         """A product is divided over rows of x, and over features and k into parts that packing allows."""
-        x, _, scale, *zero_points = avals
         layout = self.layout
+        x, (_, scale, zero_point, channel_scale) = avals[0], leaves_of(layout, avals[1:])
         batch = tuple(f"weight{i}" for i in range(x.ndim - 2))
         units = {**dict(zip(batch, x.shape, strict=False)), "rows": x.shape[-2]}
         if layout.version is None:  # XLA's in any case; explicit axes ask for the result's sharding
             units["features"] = layout.shape[1]
             words = groups = (*batch, "k", "features")
+            channels = (*batch, "channel", "features")
         else:
             units["k"], units["features"] = cuts(layout.shape, layout.group_size)
             words = (*batch, "features", "k", "word")
-            groups = (*batch, "features", "k" if scale.shape[-2] > 1 else "channel", "lane")
-        per_group = [groups] * (1 + len(zero_points))
-        return Rule(((*batch, "rows", "k"), words, *per_group), (*batch, "rows", "features"), units, self._divided)
+            channels = (*batch, "features", "channel", "lane")
+            groups = (*batch, "features", "k", "lane") if scale.shape[-2] > 1 else channels
+        more = [axes for axes, leaf in ((groups, zero_point), (channels, channel_scale)) if leaf is not None]
+        return Rule(((*batch, "rows", "k"), words, groups, *more), (*batch, "rows", "features"), units, self._divided)
 
     def _divided(self, parts: Mapping[str, int]) -> "QuantizedCall":
         """The call of one part."""
@@ -113,11 +116,6 @@ def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: 
     """x [n, k] @ w of the weight that `leaves` and `layout` describe."""
     call = QuantizedCall(layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
     return call.bind(x, *[leaf for leaf in leaves if leaf is not None])
-
-
-def leaves_of(operands: Sequence[Any]) -> Leaves:
-    """A weight's leaves from its operands, of which the zero point may be missing."""
-    return (*operands, None) if len(operands) == 2 else tuple(operands)  # pyright: ignore[reportReturnType]
 
 
 def over_batch(function: Callable[..., jax.Array], x: Any) -> Callable[..., jax.Array]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes, require_fields
 from jax_splitk.quantized.array import GROUP_SIZES
-from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
+from jax_splitk.quantized.formats import FLOAT_DTYPES, FORMATS, SCALE_DTYPES
 from jax_splitk.quantized.packing import LAYOUT_VERSION, packed_groups, packed_shapes, tiles
 from jax_splitk.runtime.arguments import require
 
@@ -49,6 +49,7 @@ class QuantizedMatmulProblem:
       group_size: how many k share a scale: 16, 32, 64, 128, or k (per channel); any, for a weight that is not packed.
       scale_dtype: dtype of the scales.
       zero_dtype: dtype of the packed zero points, or "none".
+      channel_dtype: "float32" if each feature has a second scale, else "none".
       layout: version of the packed order; 0 for a weight that is not packed.
     """
 
@@ -62,6 +63,7 @@ class QuantizedMatmulProblem:
     scale_dtype: str
     zero_dtype: str = "none"
     layout: int = LAYOUT_VERSION
+    channel_dtype: str = "none"
 
     op = "quantized_matmul"
 
@@ -77,7 +79,8 @@ class QuantizedMatmulProblem:
             "out_dtype": OUT_DTYPES,
             "qtype": tuple(FORMATS),
             "scale_dtype": SCALE_DTYPES,
-            "zero_dtype": ("none", *SCALE_DTYPES),
+            "zero_dtype": ("none", *FLOAT_DTYPES),
+            "channel_dtype": ("none", "float32"),
         }
         require_fields(self, least, names)
         valid = self.zero_dtype == "none" or FORMATS[self.qtype].integer
@@ -134,9 +137,9 @@ class QuantizedMatmulProblem:
 
     @property
     def operand_types(self) -> ArrayTypes:
-        zeros = () if self.zero_dtype == "none" else ((self.scale_shape, self.zero_dtype),)
-        weight = (self.words_shape, "uint32"), (self.scale_shape, self.scale_dtype), *zeros
-        return (self.x_shape, self.x_dtype), *weight
+        more = [(self.scale_shape, self.zero_dtype), (self.channel_shape, self.channel_dtype)]
+        weight = [(self.words_shape, "uint32"), (self.scale_shape, self.scale_dtype)]
+        return (self.x_shape, self.x_dtype), *weight, *(array for array in more if array[1] != "none")
 
     @property
     def x_shape(self) -> tuple[int, int]:
@@ -153,6 +156,11 @@ class QuantizedMatmulProblem:
         return packed_shapes((self.k, self.features), self.bits, self.group_size)[1]
 
     @property
+    def channel_shape(self) -> tuple[int, int, int]:
+        """The shape of the packed channel scales: that of the scales of a weight with one group."""
+        return packed_shapes((self.k, self.features), self.bits, self.k)[1]
+
+    @property
     def out_shape(self) -> tuple[int, int]:
         return (self.rows, self.features)
 
@@ -163,17 +171,19 @@ class QuantizedMatmulProblem:
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes any implementation must move: each input read once, the output written once."""
-        groups, zeros = (self.groups, self.features), () if self.zero_dtype == "none" else (self.zero_dtype,)
-        arrays = [(self.x_shape, self.x_dtype), (self.out_shape, self.out_dtype)]
-        arrays += [(groups, dtype) for dtype in (self.scale_dtype, *zeros)]
+        groups = (self.groups, self.features)
+        arrays = [(self.x_shape, self.x_dtype), (self.out_shape, self.out_dtype), (groups, self.scale_dtype)]
+        more = [(groups, self.zero_dtype), ((self.features,), self.channel_dtype)]
+        arrays += [array for array in more if array[1] != "none"]
         return self.k * self.features * self.bits // 8 + sum(nbytes(*array) for array in arrays)
 
     def __str__(self) -> str:
         packed = "" if self.layout else "unpacked "
         zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
+        channel = "" if self.channel_dtype == "none" else f" channel {self.channel_dtype}"
         return (
             f"quantized_matmul {self.x_dtype}->{self.out_dtype} x {self.rows}x{self.k} w {self.k}x{self.features} "
-            f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}"
+            f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}"
         )
 
     @property

@@ -3,6 +3,7 @@ checked against it."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax_splitk.problems.dot_reference import lax_dot_general
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import Stretches
 from jax_splitk.quantized.array import differences, scaled
-from jax_splitk.quantized.formats import FORMATS, from_codes
+from jax_splitk.quantized.formats import FORMATS, from_codes, to_float32
 from jax_splitk.quantized.packing import pack_groups, unpack_codes, unpack_groups
 
 
@@ -26,22 +27,25 @@ class Layout:
     qtype: str
     group_size: int
     version: int | None  # of a PackedWeight's layout; None for a QuantizedArray
+    channel: bool = False  # whether there are channel scales
 
 
-# Elements or words, scale, zero point.
-Leaves = tuple[jax.Array, jax.Array, jax.Array | None]
+# Elements or words, scale, zero point, channel scale.
+Leaves = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
 
-def problem_product(
-    problem: QuantizedMatmulProblem,
-    x: jax.Array,
-    words: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None = None,
-) -> jax.Array:
+def leaves_of(layout: Layout, operands: Sequence[Any]) -> Leaves:
+    """A weight's leaves from a product's operands after x, which are those of the leaves that the weight has."""
+    values, scale, *more = operands
+    channel_scale = more.pop() if layout.channel else None
+    return values, scale, more[0] if more else None, channel_scale
+
+
+def problem_product(problem: QuantizedMatmulProblem, x: jax.Array, *operands: jax.Array) -> jax.Array:
     """The result of a problem, from operands in the order of the custom call's buffers."""
-    layout = Layout((problem.k, problem.features), problem.qtype, problem.group_size, problem.layout or None)
-    return product(layout, x, (words, scale, zero_point), problem.out_dtype)
+    shape, channel = (problem.k, problem.features), problem.channel_dtype != "none"
+    layout = Layout(shape, problem.qtype, problem.group_size, problem.layout or None, channel)
+    return product(layout, x, leaves_of(layout, operands), problem.out_dtype)
 
 
 def product(layout: Layout, x: jax.Array, leaves: Leaves, out_dtype: Any) -> jax.Array:
@@ -68,32 +72,55 @@ def to_cotangent(dx: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.clip(dx, -limit, limit).astype(dtype)
 
 
-def scale_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
+def cotangent(wrt: str, layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves, like: jax.Array) -> jax.Array:
+    """The cotangent of the leaf with the name `wrt`, in the layout's order and the dtype of that leaf, `like`."""
+    found = _COTANGENTS[wrt](layout, x, g, leaves)
+    group = layout.shape[0] if wrt == "channel_scale" else layout.group_size
+    return (found if layout.version is None else pack_groups(found, layout.shape[0], group)).astype(like.dtype)
+
+
+def _scale_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
     """[groups, features] in float32: the sum over each group of (q - zero_point) * dW, where dW = x.T @ g."""
+    return _over_groups(layout, _d_weight(x, g) * _differences(layout, leaves)) * _channels(layout, leaves)
+
+
+def _channel_scale_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
+    """[1, features] in float32: the sum over k of (q - zero_point) * scale * dW."""
+    by_group = _over_groups(layout, _d_weight(x, g) * _differences(layout, leaves))
+    return jnp.sum(by_group * _groups(layout, to_float32(leaves[1])), axis=0, keepdims=True)
+
+
+def _d_weight(x: jax.Array, g: jax.Array) -> jax.Array:
+    """x.T @ g in float32."""
     if x.dtype != g.dtype:
         x, g = x.astype(jnp.float32), g.astype(jnp.float32)
-    d_weight = lax_dot_general(
+    return lax_dot_general(
         x, g, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    per_element = d_weight * _differences(layout, leaves)
+
+
+def _over_groups(layout: Layout, per_element: jax.Array) -> jax.Array:
+    """The sum over the k of each group."""
     return per_element.reshape(_group_count(layout), layout.group_size, layout.shape[1]).sum(1)
 
 
-def zero_point_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
+def _zero_point_cotangent(layout: Layout, x: jax.Array, g: jax.Array, leaves: Leaves) -> jax.Array:
     """[groups, features] in float32: -scale times the sum of dW over each group, by sums of x over each group."""
     sums = x.astype(jnp.float32).reshape(x.shape[0], _group_count(layout), layout.group_size).sum(2)
     d_weight = lax_dot_general(sums, g.astype(jnp.float32), (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
-    return -_groups(layout, leaves[1]).astype(jnp.float32) * d_weight
+    return -_scales(layout, leaves) * d_weight
 
 
-def group_order(layout: Layout, x: jax.Array, like: jax.Array) -> jax.Array:
-    """Values [groups, features] in the layout's order and the dtype of the leaf `like`."""
-    ordered = x if layout.version is None else pack_groups(x, layout.shape[0], layout.group_size)
-    return ordered.astype(like.dtype)
+_COTANGENTS = {
+    "scale": _scale_cotangent,
+    "zero_point": _zero_point_cotangent,
+    "channel_scale": _channel_scale_cotangent,
+}
 
 
 def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[np.ndarray, ...]:
-    """(x, words, scale[, zero_point]): every code of the format but NaN, and scales that make results of about 1."""
+    """(x, words, scale[, zero_point][, channel_scale]): every code of the format but NaN, and scales that make results
+    of about 1."""
     stretches, fmt = Stretches(seed), FORMATS[problem.qtype]
     x, words = stretches.normals(problem.x_shape, problem.x_dtype), stretches.words(problem.words_shape)
     if problem.qtype == "float8_e4m3fn":
@@ -101,15 +128,19 @@ def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[np.ndar
         words = np.where(octets & 0x7F == 0x7F, np.uint8(0), octets).view(np.uint32)
     groups = (problem.k // problem.group_size, problem.features)
 
-    def packed(values: np.ndarray, dtype: str) -> np.ndarray:
-        return pack_groups(values.astype(jnp.dtype(dtype)), problem.k, problem.group_size)
+    def packed(values: np.ndarray, dtype: str, group: int = problem.group_size) -> np.ndarray:
+        return pack_groups(values.astype(jnp.dtype(dtype)), problem.k, group)
 
-    size = np.exp(0.25 * stretches.normals(groups, "float32")) / (fmt.high / 2 * math.sqrt(problem.k))
-    operands = x, words, packed(size, problem.scale_dtype)
-    if problem.zero_dtype == "none":
-        return operands
-    codes = stretches.words(groups).astype(np.int64) % (int(fmt.high) + 1 - int(fmt.low))
-    return *operands, packed(codes + int(fmt.low), problem.zero_dtype)
+    size = np.exp(0.25 * stretches.normals(groups, "float32"))
+    factor, channels = 1 / (fmt.high / 2 * math.sqrt(problem.k)), problem.channel_dtype != "none"
+    operands, more = (x, words, packed(size if channels else size * factor, problem.scale_dtype)), ()
+    if problem.zero_dtype != "none":
+        codes = stretches.words(groups).astype(np.int64) % (int(fmt.high) + 1 - int(fmt.low))
+        more = (packed(codes + int(fmt.low), problem.zero_dtype),)
+    if channels:
+        channel_scale = factor * np.exp(0.25 * stretches.normals((1, problem.features), "float32"))
+        more = (*more, packed(channel_scale, problem.channel_dtype, problem.k))
+    return *operands, *more
 
 
 def _group_count(layout: Layout) -> int:
@@ -121,9 +152,22 @@ def _groups(layout: Layout, x: jax.Array) -> jax.Array:
     return x if layout.version is None else unpack_groups(x, _group_count(layout), layout.shape[1])
 
 
+def _channels(layout: Layout, leaves: Leaves) -> jax.Array | float:
+    """Channel scales as [1, features]; 1 for a weight without."""
+    if (scale := leaves[3]) is None:
+        return 1.0
+    return scale if layout.version is None else unpack_groups(scale, 1, layout.shape[1])
+
+
+def _scales(layout: Layout, leaves: Leaves) -> jax.Array:
+    """The scale of each group and feature, [groups, features] in float32."""
+    scale = _groups(layout, to_float32(leaves[1]))
+    return scale if leaves[3] is None else scale * _channels(layout, leaves)
+
+
 def _differences(layout: Layout, leaves: Leaves) -> jax.Array:
     """q - zero_point, [k, features] in float32."""
-    values, _, zero_point = leaves
+    values, _, zero_point, _ = leaves
     fmt = FORMATS[layout.qtype]
     if layout.version is not None:
         values = from_codes(fmt, unpack_codes(fmt, values, layout.shape))
@@ -132,7 +176,7 @@ def _differences(layout: Layout, leaves: Leaves) -> jax.Array:
 
 def _dequantized(layout: Layout, leaves: Leaves) -> jax.Array:
     """The dequantized weight, [k, features] in float32."""
-    return scaled(_differences(layout, leaves), _groups(layout, leaves[1]))
+    return scaled(_differences(layout, leaves), _scales(layout, leaves))
 
 
 def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax.Array:

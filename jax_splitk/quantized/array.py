@@ -12,7 +12,21 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_splitk.quantized import description
-from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, Format, QType, format_of, nearest, values
+from jax_splitk.quantized.formats import (
+    BYTE_SCALES,
+    E8M0,
+    FLOAT_DTYPES,
+    FORMATS,
+    SCALE_DTYPES,
+    Format,
+    QType,
+    format_of,
+    from_bytes,
+    nearest,
+    rounded_up,
+    to_float32,
+    values,
+)
 from jax_splitk.quantized.matrix import contracted_axes, group_tile
 from jax_splitk.runtime.arguments import dtype_of, integer, require
 from jax_splitk.runtime.computation import one_computation
@@ -21,8 +35,11 @@ GROUP_SIZES = (16, 32, 64, 128)  # of packed weights
 ZERO_INTEGERS = ("int4", "uint4", "int8", "uint8")
 
 
+E4M3 = "float8_e4m3fn"
+
+
 class Weight:
-    """Base of both kinds of quantized weight. `x @ w` is `quantized_matmul(x, w)`; jax.numpy's functions take none."""
+    """Base of all kinds of quantized weight. `x @ w` is `quantized_matmul(x, w)`; jax.numpy's functions take none."""
 
     __array_ufunc__ = None  # makes NumPy's arrays leave `x @ w` to `__rmatmul__`, as JAX's do
     product: ClassVar[Callable[[Any, Any], Any]]  # (x, w) -> x @ w; `ops.quantized_matmul` sets it
@@ -35,6 +52,10 @@ class Weight:
     def __rmatmul__(self, other: Any) -> Any:
         return type(self).product(other, self)
 
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        """Takes what pickle read. Earlier versions had no channel scales."""
+        self.__dict__.update({description.CHANNEL: None, **fields})
+
     def __matmul__(self, other: Any) -> Any:
         raise TypeError(f"{type(self).__name__} @ {type(other).__name__}; accepted: x @ w, the activations x first")
 
@@ -46,8 +67,11 @@ class Weight:
         raise TypeError(f"index {index!r} of a {type(self).__name__}; accepted: ... (a PackedWeight can be indexed)")
 
     def astype(self: Any, dtype: DTypeLike) -> Any:
-        """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""
-        to = dtype_of("dtype", dtype, SCALE_DTYPES)
+        """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32. Scales of a
+        byte stay, and channel scales."""
+        to = dtype_of("dtype", dtype, FLOAT_DTYPES)
+        if self.scale.dtype.name in BYTE_SCALES:
+            return self
         zero_point = self.zero_point
         if zero_point is not None and jnp.issubdtype(zero_point.dtype, jnp.floating):
             zero_point = zero_point.astype(to)
@@ -62,6 +86,15 @@ class Weight:
         )
 
 
+def default_dtype(scale_dtype: Any, channel_scale: Any) -> np.dtype:
+    """The dtype of a weight's values: its scale's. Of scales of a byte that is a dtype which holds the values exactly:
+    bfloat16, or float32 with a channel scale."""
+    if channel_scale is not None:
+        return jnp.dtype(jnp.float32)
+    dtype = jnp.dtype(scale_dtype)
+    return jnp.dtype(jnp.bfloat16) if dtype.name in BYTE_SCALES else dtype
+
+
 def brief(leaf: Any) -> str:
     """An array in the form int4[64,8]; any other value by its type."""
     if leaf is None or isinstance(leaf, str | int):
@@ -74,7 +107,7 @@ def brief(leaf: Any) -> str:
 @functools.partial(description.register, names=description.PLAIN, static_names=("qtype",))
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(Weight):
-    """An array with elements of 4 or 8 bits, and scales: it stands for (qvalue - zero_point) * scale.
+    """An array with elements of 4 or 8 bits, and scales: it stands for (qvalue - zero_point) * (scale * channel_scale).
 
     A pytree whose leaves are the arrays below. The convention is that of qwix's QArray: `scale` has qvalue's rank, and
     each of its dimensions divides qvalue's; one scale serves the tile of elements that the quotient of the shapes
@@ -83,12 +116,15 @@ class QuantizedArray(Weight):
     Attributes:
       qvalue: the elements, of the array's shape, of dtype int4, uint4, int8, float8_e4m3fn or float4_e2m1fn; for "nf4"
         uint4 indices into the table of NormalFloat4.
-      scale: bfloat16, float16 or float32.
+      scale: bfloat16, float16 or float32; or of a byte: float8_e8m0fnu (a power of two, MXFP4's), float8_e4m3fn
+        (NVFP4's).
       zero_point: the element values that represent 0, of scale's shape and of dtype int4, uint4, int8, uint8 or one of
         scale's; None for
         0. Integer formats only. It need not be in the elements' range, but in its own dtype's: 16 of uint4 elements
         (GPTQ has it) is an int8 or uint8, since uint4 wraps to 0.
       qtype: the name of the format (static); None stands for the format of qvalue's dtype.
+      channel_scale: None for 1, or a second scale, float32, of scale's rank, whose dimensions divide scale's: NVFP4's
+        global scale. A product takes one that does not change along the contracted axes: a number for each feature.
 
     Examples:
       >>> q = jax_splitk.QuantizedArray(jnp.ones((64, 8), jnp.int8), jnp.full((2, 8), 0.5))
@@ -100,13 +136,15 @@ class QuantizedArray(Weight):
     scale: Any
     zero_point: Any = None
     qtype: str | None = None
+    channel_scale: Any = None
 
     def __post_init__(self) -> None:
         if self.qtype is None and hasattr(self.qvalue, "dtype"):
             object.__setattr__(self, "qtype", jnp.dtype(self.qvalue.dtype).name)
 
     def __repr__(self) -> str:
-        fields = {name: getattr(self, name) for name in ("qvalue", "scale", "zero_point", "qtype")}
+        names = ("qvalue", "scale", "zero_point", "qtype", *["channel_scale"] * (self.channel_scale is not None))
+        fields = {name: getattr(self, name) for name in names}
         return f"QuantizedArray({', '.join(f'{name}={brief(value)}' for name, value in fields.items())})"
 
     @property
@@ -125,8 +163,9 @@ class QuantizedArray(Weight):
 
     @property
     def dtype(self) -> Any:
-        """The scale's dtype, which `dequantize` returns by default."""
-        return self.scale.dtype
+        """The dtype that `dequantize` returns by default: the scale's; bfloat16 for scales of a byte, and float32 with
+        a channel scale."""
+        return default_dtype(self.scale.dtype, self.channel_scale)
 
     @property
     def group_size(self) -> int:
@@ -159,9 +198,6 @@ def as_quantized(w: Any) -> QuantizedArray:
     """Turns `w` into a QuantizedArray whose parts fit together. `w` is a QuantizedArray, or looks like a qwix QArray
     (or a leaf that holds one) or an AQT QTensor.
 
-    Values stay the same, except for nf4: our table is rounded to bfloat16 (see `NF4`), so elements may be 0.0016 of
-    their scale away.
-
     Raises:
       TypeError: `w` is none of these, or one of its parts has a wrong dtype.
       ValueError: shapes that do not fit together; an AQT tensor with a bias, tiled or sparse.
@@ -189,15 +225,26 @@ def as_quantized(w: Any) -> QuantizedArray:
         stored = ", ".join(sorted({fmt.storage.name for fmt in FORMATS.values()}))
         raise TypeError(f"qvalue of dtype {qvalue.dtype} and qtype {name!r}; accepted: {stored} (uint4 for 'nf4')")
     require(scale.dtype.name in SCALE_DTYPES, f"scale of dtype {scale.dtype}", ", ".join(SCALE_DTYPES), TypeError)
-    if scale.ndim != qvalue.ndim or any(n % s if s else n for n, s in zip(qvalue.shape, scale.shape, strict=True)):
-        raise ValueError(f"scale {scale.shape} of qvalue {qvalue.shape}; accepted: the same rank, sizes that divide it")
+    _require_divides(scale, "scale", qvalue, "qvalue")
     if zero_point is not None:
         given = f"zero_point of shape {zero_point.shape}"
         require(FORMATS[name].integer, f"{given} with {name}", "None, for this format")
         require(zero_point.shape == scale.shape, given, f"scale's shape {scale.shape}")
-        accepted, dtype = (*ZERO_INTEGERS, *SCALE_DTYPES), zero_point.dtype
+        accepted, dtype = (*ZERO_INTEGERS, *FLOAT_DTYPES), zero_point.dtype
         require(dtype.name in accepted, f"zero_point of dtype {dtype}", ", ".join(accepted), TypeError)
-    return QuantizedArray(qvalue, scale, zero_point, name)
+    channel_scale = getattr(w, "channel_scale", None)
+    if channel_scale is not None:
+        channel_scale = jnp.asarray(channel_scale)
+        given = f"channel_scale of dtype {channel_scale.dtype}"
+        require(channel_scale.dtype == jnp.float32, given, "float32", TypeError)
+        _require_divides(channel_scale, "channel_scale", scale, "scale")
+    return QuantizedArray(qvalue, scale, zero_point, name, channel_scale)
+
+
+def _require_divides(x: jax.Array, name: str, of: jax.Array, of_name: str) -> None:
+    """Raises ValueError unless each dimension of `x` divides that of `of`."""
+    if x.ndim != of.ndim or any(n % s if s else n for n, s in zip(of.shape, x.shape, strict=True)):
+        raise ValueError(f"{name} {x.shape} of {of_name} {of.shape}; accepted: the same rank, sizes that divide it")
 
 
 def quantize(
@@ -224,7 +271,7 @@ def quantize(
     Args:
       w: a floating array of any rank, e.g. a Dense kernel [k, features]. float32 arithmetic at least.
       dtype: int4, uint4, int8, float8_e4m3fn, float4_e2m1fn, as dtype or name, or "nf4" (NormalFloat4 of QLoRA,
-        arXiv:2305.14314, with its values rounded to bfloat16).
+        arXiv:2305.14314).
       group_size: elements that share a scale: a multiple of 16 (packed weights have groups of 16, 32, 64, 128), their
         number along `axis`, or None for all (per channel).
       axis: the axis that a product contracts, or several: (0, 1) of a kernel [H, D, features]. Groups run along it,
@@ -232,8 +279,10 @@ def quantize(
         dimensions needs it, and layers or experts in front are neither axis.
       symmetric: False for zero points; integer dtypes only. uint4 has no negative values without them, so it needs
         symmetric=False.
-      scale_dtype: bfloat16, float16 or float32; None for w's dtype if it is one of these, else float32. Scales outside
-        its range, or outside 2**-126 to 2**126, are clipped: weights beyond the reach of the largest scale saturate.
+      scale_dtype: bfloat16, float16 or float32; None for w's dtype if it is one of these, else float32. Or a scale of
+        a byte: float8_e8m0fnu, powers of two; float8_e4m3fn, which come with a channel scale that makes the largest
+        scale of each feature 448. Scales outside its range, or outside 2**-126 to 2**126, are clipped: weights beyond
+        the reach of the largest scale saturate.
 
     Returns:
       A QuantizedArray with w's shape, scales (and zero points, of the elements' dtype) of w's shape except for
@@ -256,14 +305,15 @@ def quantize(
     require(jnp.issubdtype(w.dtype, jnp.floating), f"w of dtype {w.dtype}", "a floating dtype", TypeError)
     tile = _tile(w.shape, axis, group_size)
     if scale_dtype is None:
-        scale_dtype = w.dtype if w.dtype.name in SCALE_DTYPES else jnp.float32
+        scale_dtype = w.dtype if w.dtype.name in FLOAT_DTYPES else jnp.float32
     scales = dtype_of("scale_dtype", scale_dtype, SCALE_DTYPES)
     require(isinstance(symmetric, bool), f"symmetric={symmetric!r}", "True or False", TypeError)
     unsigned = "symmetric=True with uint4, which has no negative values"
     require(not symmetric or fmt.name != "uint4", unsigned, "symmetric=False, or int4")
     valid = symmetric or fmt.integer
     require(valid, f"symmetric=False with {fmt.name}", "symmetric=True (only integers have zero points)")
-    return _quantize(w, fmt, tile, symmetric, scales.name)
+    axes = contracted_axes(axis, w.ndim, "w") if scales.name == E4M3 else None
+    return _quantize(w, fmt, tile, symmetric, scales.name, axes)
 
 
 def _tile(shape: tuple[int, ...], axis: int | Sequence[int] | None, group_size: int | None) -> tuple[int, ...]:
@@ -282,9 +332,17 @@ def _tile(shape: tuple[int, ...], axis: int | Sequence[int] | None, group_size: 
     return tuple(of_axis.get(i, 1) for i in range(len(shape)))
 
 
-@one_computation(1, 2, 3, 4)
-def _quantize(w: jax.Array, fmt: Format, tile: tuple[int, ...], symmetric: bool, scale_dtype: str) -> QuantizedArray:
-    """`quantize` with checked arguments; one computation, also outside jit."""
+@one_computation(1, 2, 3, 4, 5)
+def _quantize(
+    w: jax.Array,
+    fmt: Format,
+    tile: tuple[int, ...],
+    symmetric: bool,
+    scale_dtype: str,
+    shared: tuple[int, ...] | None,
+) -> QuantizedArray:
+    """`quantize` with checked arguments; one computation, also outside jit. `shared`: the axes along which groups have
+    one channel scale; None for no channel scale."""
     counts = tuple(n // t if t else 1 for n, t in zip(w.shape, tile, strict=True))
     groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
     groups = groups.reshape([part for pair in zip(counts, tile, strict=True) for part in pair])
@@ -300,34 +358,35 @@ def _quantize(w: jax.Array, fmt: Format, tile: tuple[int, ...], symmetric: bool,
         negative, positive = (greatest(jnp.maximum(sign * groups, 0)) / 2 for sign in (-1, 1))
         span, steps = negative + positive, (fmt.high - fmt.low) / 2
         zero_point = nearest(fmt, fmt.low + 2 * steps * (negative / jnp.where(span == 0, 1, span)))
-    scale = _round_up(jnp.where(span == 0, 1, span / steps), scale_dtype)
-    value = groups / scale.astype(groups.dtype)
+    size, channel_scale = span / steps, None
+    if shared is not None:
+        whole = jnp.max(size, axis=[2 * axis for axis in shared], keepdims=True)
+        # Products of the least and of the largest scales are from 2**-126 to 2**126.
+        info = jnp.finfo(scale_dtype)
+        whole = jnp.clip(whole, 2.0**-126 / float(info.smallest_subnormal) * float(info.max), 2.0**126)
+        channel_scale = rounded_up(whole / float(info.max), jnp.float32)
+        size = size / channel_scale
+    scale = rounded_up(jnp.where(span == 0, 1, size), scale_dtype)
+    value = groups / _effective(scale, channel_scale).astype(groups.dtype)
     if zero_point is not None:
         value += zero_point.astype(groups.dtype)
         zero_point = zero_point.reshape(counts)
-    scale = jnp.where(good, scale, jnp.nan).reshape(counts)
-    return QuantizedArray(nearest(fmt, value).reshape(w.shape), scale, zero_point, fmt.name)
-
-
-def _round_up(x: jax.Array, dtype: Any) -> jax.Array:
-    """Positive `x`, rounded up to `dtype` and clipped to 2**-126..2**126: XLA:CPU flushes subnormal numbers and
-    reciprocals."""
-    info = jnp.finfo(dtype)
-    x = jnp.clip(x, max(float(info.smallest_subnormal), 2.0**-126), min(float(info.max), 2.0**126))
-    rounded = x.astype(dtype)
-    above = jnp.nextafter(rounded, jnp.full_like(rounded, jnp.inf))
-    return jnp.where(rounded.astype(x.dtype) < x, above, rounded)
+    nan = from_bytes(jnp.uint8(255), scale_dtype) if scale_dtype == E8M0 else jnp.array(jnp.nan, scale_dtype)
+    scale = jnp.where(good, scale, nan).reshape(counts)
+    if channel_scale is not None:
+        channel_scale = channel_scale.reshape(channel_scale.shape[::2])
+    return QuantizedArray(nearest(fmt, value).reshape(w.shape), scale, zero_point, fmt.name, channel_scale)
 
 
 def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """Turns a quantized array back into a float array: (q - zero_point) * scale, in float32, rounded to `dtype`.
+    """Turns a quantized array back into a float array: (q - zero_point) * (scale * channel_scale), in float32, rounded
+    to `dtype`.
 
-    Differentiable with respect to scale and a floating zero point.
+    Differentiable with respect to scale, channel scale and a floating zero point.
 
     Args:
-      q: a QuantizedArray, a qwix QArray or an AQT QTensor. Values stay the same, except for qwix's nf4, whose table is
-        rounded to bfloat16 here.
-      dtype: a floating dtype; None for the scale's.
+      q: a QuantizedArray, a qwix QArray or an AQT QTensor.
+      dtype: a floating dtype; None for `q.dtype`.
 
     Raises:
       TypeError, ValueError: parts of `q` that do not fit together; see `QuantizedArray`.
@@ -345,7 +404,14 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
 
 @one_computation(1)
 def _dequantize(q: QuantizedArray, dtype: str) -> jax.Array:
-    return scaled(differences(FORMATS[str(q.qtype)], q.qvalue, q.zero_point), q.scale).astype(dtype)
+    difference = differences(FORMATS[str(q.qtype)], q.qvalue, q.zero_point)
+    return scaled(difference, _effective(q.scale, q.channel_scale)).astype(dtype)
+
+
+def _effective(scale: jax.Array, channel_scale: jax.Array | None) -> jax.Array:
+    """scale * channel_scale in float32."""
+    scale = to_float32(scale)
+    return scale if channel_scale is None else over_tiles(jnp.multiply, scale, channel_scale)
 
 
 def differences(fmt: Format, qvalue: jax.Array, zero_point: jax.Array | None) -> jax.Array:
@@ -355,8 +421,8 @@ def differences(fmt: Format, qvalue: jax.Array, zero_point: jax.Array | None) ->
 
 
 def scaled(difference: jax.Array, scale: jax.Array) -> jax.Array:
-    """difference * scale in float32."""
-    return over_tiles(jnp.multiply, difference, scale.astype(jnp.float32))
+    """difference * scale, both of float32."""
+    return over_tiles(jnp.multiply, difference, scale)
 
 
 def over_tiles(op: Any, x: jax.Array, tiled: jax.Array) -> jax.Array:

@@ -20,12 +20,13 @@ _PACKED = re.compile(
 )
 _PLAIN = re.compile(r"qvalue-(?P<qtype>\w+?)(-zeros_(?P<zero_dtype>\w+))?")
 PACKED, PLAIN = ("words", "scale", "zero_point"), ("qvalue", "scale", "zero_point")
+CHANNEL = "channel_scale"  # the last leaf of a weight that has it; other weights have no place for it in their trees
 _GUARD = "guard-use-jax_splitk-shardings"  # in JAX's errors
 
 
-def leaf_names(static: dict[str, Any]) -> tuple[str, str, str]:
-    """The fields of a weight with this static part that hold arrays."""
-    return PACKED if "layout" in static else PLAIN
+def leaf_names(static: dict[str, Any]) -> tuple[str, ...]:
+    """The fields of a weight with this static part that hold arrays, or may."""
+    return *(PACKED if "layout" in static else PLAIN), CHANNEL
 
 
 def key(static: dict[str, Any]) -> str:
@@ -66,16 +67,18 @@ def register(cls: Any, names: Sequence[str], static_names: Sequence[str]) -> Any
 
     def flatten(weight: Any) -> tuple[tuple[Any, ...], Any]:
         fields = weight.__dict__
-        return leaves_of(fields), static_of(fields)
+        leaves, channel = leaves_of(fields), fields[CHANNEL]
+        return (leaves if channel is None else (*leaves, channel)), static_of(fields)
 
     def flatten_with_keys(weight: Any) -> Any:
         leaves, static = flatten(weight)
-        keys = (key(weight.static), *(_GUARD if name == "guard" else name for name in names[1:]))
-        return tuple(zip(map(jax.tree_util.GetAttrKey, keys), leaves, strict=True)), static
+        keys = (key(weight.static), *(_GUARD if name == "guard" else name for name in names[1:]), CHANNEL)
+        return tuple(zip(map(jax.tree_util.GetAttrKey, keys[: len(leaves)]), leaves, strict=True)), static
 
     def unflatten(static: Any, leaves: Any) -> Any:
         weight = object.__new__(cls)
-        weight.__dict__.update(zip(names, leaves, strict=True))
+        weight.__dict__[CHANNEL] = leaves[len(names)] if len(leaves) > len(names) else None
+        weight.__dict__.update(zip(names, leaves[: len(names)], strict=True))
         weight.__dict__.update(zip(static_names, static if len(static_names) > 1 else (static,), strict=True))
         return weight
 

@@ -10,17 +10,18 @@ from jax import numpy as jnp
 
 from jax_splitk.runtime.arguments import dtype_of
 
-# NormalFloat4: quantiles of a normal distribution, from appendix E of Dettmers et al., QLoRA (arXiv:2305.14314). They
-# are rounded to bfloat16 (at most 0.0016 away), so that tensor cores on 16-bit operands decode the same bits as XLA.
+# NormalFloat4: quantiles of a normal distribution, from appendix E of Dettmers et al., QLoRA (arXiv:2305.14314), in
+# float32. Tensor cores multiply in 16 bits, so the kernels for GPUs round these values to the dtype of x that they
+# multiply: to bfloat16 at most 0.0016 away, to float16 at most 0.0002.
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
         *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
         *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ]
+    ],
+    np.float32,
 )
-NF4 = NF4.astype(jnp.bfloat16).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +54,54 @@ FORMATS = {
         Format("nf4", 4, jnp.dtype(jnp.uint4), -1, 1, zero_code=7),
     )
 }
-SCALE_DTYPES = ("bfloat16", "float16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")  # of scales and floating zero points
+E8M0 = "float8_e8m0fnu"  # a byte s stands for 2**(s - 127), 255 for NaN
+BYTE_SCALES = (E8M0, "float8_e4m3fn")  # scales of a byte: MXFP4's and NVFP4's
+SCALE_DTYPES = (*FLOAT_DTYPES, *BYTE_SCALES)
 
 
 def format_of(dtype: QType | np.dtype | type[Any]) -> Format:
     """The format of a dtype or a name. Raises TypeError if it is not in `FORMATS`."""
     name = "nf4" if isinstance(dtype, str) and dtype == "nf4" else dtype_of("dtype", dtype, tuple(FORMATS)).name
     return FORMATS[name]
+
+
+def to_float32(scale: jax.Array) -> jax.Array:
+    """Scales in float32, which holds them exactly. XLA:CPU takes the subnormal 2**-127 of E8M0 for 0."""
+    if scale.dtype.name != E8M0:
+        return scale.astype(jnp.float32)
+    exponent = as_bytes(scale).astype(jnp.uint32)
+    special = jnp.where(exponent == 0, np.uint32(0x00400000), np.uint32(0x7FC00000))  # 2**-127 and NaN
+    bits = jnp.where((exponent == 0) | (exponent == 255), special, exponent << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def as_bytes(x: Any) -> Any:
+    """Scales of E8M0 as their bytes, other arrays unchanged: what pads arrays with 0, which E8M0 lacks."""
+    if x.dtype.name != E8M0:
+        return x
+    return x.view(np.uint8) if isinstance(x, np.ndarray) else lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def from_bytes(x: Any, dtype: Any) -> Any:
+    """The inverse of `as_bytes` for an array of this dtype."""
+    if jnp.dtype(dtype).name != E8M0:
+        return x
+    return x.view(dtype) if isinstance(x, np.ndarray) else lax.bitcast_convert_type(x, dtype)
+
+
+def rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
+    """Positive `x`, rounded up to a dtype of scales and clipped to its range and to 2**-126..2**126: XLA:CPU flushes
+    subnormal numbers and reciprocals."""
+    if jnp.dtype(dtype).name == E8M0:
+        bits = lax.bitcast_convert_type(rounded_up(x, jnp.float32), jnp.uint32)
+        return from_bytes(((bits + np.uint32(2**23 - 1)) >> 23).astype(jnp.uint8), dtype)
+    info = jnp.finfo(dtype)
+    x = jnp.clip(x, max(float(info.smallest_subnormal), 2.0**-126), min(float(info.max), 2.0**126))
+    rounded = x.astype(dtype)
+    integer = jnp.dtype(f"uint{8 * rounded.dtype.itemsize}")
+    above = lax.bitcast_convert_type(lax.bitcast_convert_type(rounded, integer) + integer.type(1), dtype)
+    return jnp.where(rounded.astype(x.dtype) < x, above, rounded)
 
 
 def values(fmt: Format, q: jax.Array) -> jax.Array:

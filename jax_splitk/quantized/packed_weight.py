@@ -12,8 +12,25 @@ from jax import numpy as jnp
 from jax.core import Tracer
 
 from jax_splitk.quantized import description, slicing
-from jax_splitk.quantized.array import GROUP_SIZES, ZERO_INTEGERS, QuantizedArray, Weight, as_quantized, brief
-from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES, from_codes, to_codes
+from jax_splitk.quantized.array import (
+    GROUP_SIZES,
+    ZERO_INTEGERS,
+    QuantizedArray,
+    Weight,
+    as_quantized,
+    brief,
+    default_dtype,
+)
+from jax_splitk.quantized.formats import (
+    BYTE_SCALES,
+    FLOAT_DTYPES,
+    FORMATS,
+    SCALE_DTYPES,
+    as_bytes,
+    from_bytes,
+    from_codes,
+    to_codes,
+)
 from jax_splitk.quantized.matrix import contracted_axes, features_of, from_matrix, group_tile, matrix_shape, to_matrix
 from jax_splitk.quantized.packing import (
     LAYOUT_VERSION,
@@ -50,8 +67,9 @@ class PackedWeight(Weight):
       words: uint32 [*stack, tiles of features, tiles of k, 512], of little-endian 32-bit words of eight 4-bit codes, or
         [..., 1024] of four 8-bit codes. Codes are the elements' bits, int4 as q + 8. Padding has the code of 0.
       scale: [*stack, tiles of features, groups, 64]; the 64 features of a tile in the order 16 block + 2 g + half for
-        feature 16 block + 8 half + g, so that rows g and g + 8 are neighbours. Padding has scale 0.
-      zero_point: None, or in the same order, of scale's dtype if the zero points were integers.
+        feature 16 block + 8 half + g, so that rows g and g + 8 are neighbours. Padding has scale 0 (E8M0: 2**-127).
+      zero_point: None, or in the same order, if the zero points were integers of scale's dtype (scales of a byte:
+        bfloat16).
       dims: shape of one weight, such as (k, features) or (heads, size, features); static, as are all that follow.
       contracted: the axes of `dims` that a product contracts, ascending.
       qtype: the name of the format.
@@ -60,6 +78,8 @@ class PackedWeight(Weight):
       layout: version of this order.
       guard: a leaf of the stack's shape, which no product reads. Its rank makes JAX refuse a PartitionSpec of the
         weight's own axes, which would divide other axes in the leaves.
+      channel_scale: None, or float32 [*stack, tiles of features, 1, 64] in the order of scale: a second scale of each
+        feature.
 
     Examples:
       >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
@@ -77,6 +97,7 @@ class PackedWeight(Weight):
     zero_dtype: str | None = None
     layout: int = LAYOUT_VERSION
     guard: Any = None
+    channel_scale: Any = None
 
     def __post_init__(self) -> None:
         if self.guard is None and isinstance(self.words, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
@@ -84,7 +105,8 @@ class PackedWeight(Weight):
             object.__setattr__(self, "guard", make(self.stack, jnp.bool_))
 
     def __repr__(self) -> str:
-        leaves = {name: getattr(self, name) for name in ("words", "scale", "zero_point")}
+        names = ("words", "scale", "zero_point", *["channel_scale"] * (self.channel_scale is not None))
+        leaves = {name: getattr(self, name) for name in names}
         axes = "" if self.contracted == (0,) else f"contracted={self.contracted}, "
         static = f"shape={self.shape}, {axes}qtype={self.qtype!r}, group_size={self.group_size}"
         return f"PackedWeight({static}, {', '.join(f'{name}={brief(leaf)}' for name, leaf in leaves.items())})"
@@ -92,7 +114,7 @@ class PackedWeight(Weight):
     def __setstate__(self, fields: dict[str, Any]) -> None:
         """Takes what pickle read. Raises ValueError if it has another layout."""
         _require_layout(fields.get("layout"))
-        self.__dict__.update(fields)
+        super().__setstate__(fields)
 
     @property
     def static(self) -> dict[str, Any]:
@@ -191,13 +213,14 @@ class PackedWeight(Weight):
 
     @property
     def dtype(self) -> Any:
-        """The scale's dtype."""
-        return self.scale.dtype
+        """As of a QuantizedArray."""
+        return default_dtype(self.scale.dtype, self.channel_scale)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of words, scale and zero point."""
-        leaves = [leaf for leaf in (self.words, self.scale, self.zero_point) if leaf is not None]
+        """Bytes of words, scale, zero point and channel scale."""
+        parts = (self.words, self.scale, self.zero_point, self.channel_scale)
+        leaves = [leaf for leaf in parts if leaf is not None]
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -263,9 +286,11 @@ def _with_shards(w: PackedWeight, shards: tuple[int, int]) -> PackedWeight:
     words = jnp.pad(w.words, [*padding, (0, more_k), (0, 0)], constant_values=zero_word)
     groups = packed_groups((w.words.shape[-2] + more_k) * TILE, group) - w.scale.shape[-2]
     padding += [(0, 0 if w.group_size == w.matrix[0] else groups), (0, 0)]
-    padded = {"words": words, "scale": jnp.pad(w.scale, padding)}
+    padded = {"words": words, "scale": from_bytes(jnp.pad(as_bytes(w.scale), padding), w.scale.dtype)}
     if w.zero_point is not None:
         padded["zero_point"] = jnp.pad(w.zero_point, padding)
+    if w.channel_scale is not None:
+        padded["channel_scale"] = jnp.pad(w.channel_scale, [*padding[:-2], (0, 0), (0, 0)])
     return dataclasses.replace(w, **padded)
 
 
@@ -283,16 +308,22 @@ def _prepack(q: QuantizedArray, contracted: tuple[int, ...]) -> PackedWeight:
     require(kept > 0, given, f"multiples of {GROUP_SIZES[0]}, or {k}{other}")
 
     def packed(x: jax.Array) -> jax.Array:
-        return pack_groups(jnp.repeat(to_matrix(x, contracted), group // kept, axis=0), k, kept)
+        y = jnp.repeat(to_matrix(as_bytes(x), contracted), group // kept, axis=0)
+        return pack_groups(from_bytes(y, x.dtype), k, kept)
 
     zero_dtype = zero_point = None
     if spread.zero_point is not None:
         zero_dtype, zero_point = spread.zero_point.dtype.name, spread.zero_point
         if not jnp.issubdtype(zero_point.dtype, jnp.floating):
-            zero_point = zero_point.astype(q.scale.dtype)  # exact: integers of 8 bits
+            byte = q.scale.dtype.name in BYTE_SCALES
+            zero_point = zero_point.astype(jnp.bfloat16 if byte else q.scale.dtype)  # exact: integers of 8 bits
         zero_point = packed(zero_point)
+    channel_scale = None
+    if spread.channel_scale is not None:
+        channel_scale = pack_groups(to_matrix(spread.channel_scale, contracted), k, k)
     words = pack_codes(fmt, to_matrix(to_codes(fmt, q.qvalue), contracted))
-    return PackedWeight(words, packed(spread.scale), zero_point, dims, contracted, fmt.name, kept, zero_dtype)
+    static = (dims, contracted, fmt.name, kept, zero_dtype)
+    return PackedWeight(words, packed(spread.scale), zero_point, *static, channel_scale=channel_scale)
 
 
 def unpack(packed: PackedWeight) -> QuantizedArray:
@@ -340,9 +371,13 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     def of_groups(x: jax.Array) -> jax.Array:
         return from_matrix(unpack_groups(x, groups, features), counts, contracted)
 
+    channel_scale = packed.channel_scale
+    if channel_scale is not None:
+        ones = [1 if i in contracted else n for i, n in enumerate(dims)]
+        channel_scale = from_matrix(unpack_groups(channel_scale, 1, features), ones, contracted)
     zero_point = None if packed.zero_point is None else of_groups(packed.zero_point).astype(packed.zero_dtype)
     codes = from_matrix(unpack_codes(fmt, packed.words, packed.matrix), dims, contracted)
-    return QuantizedArray(from_codes(fmt, codes), of_groups(packed.scale), zero_point, fmt.name)
+    return QuantizedArray(from_codes(fmt, codes), of_groups(packed.scale), zero_point, fmt.name, channel_scale)
 
 
 def per_feature(q: Any) -> QuantizedArray:
@@ -357,7 +392,8 @@ def per_feature(q: Any) -> QuantizedArray:
 
 
 def _spread(q: QuantizedArray, contracted: tuple[int, ...]) -> QuantizedArray:
-    """The weight with a scale for each feature, and groups that are runs of k in row-major order."""
+    """The weight with a scale, and a channel scale if it has these, for each feature, and groups that are runs of k in
+    row-major order. Raises ValueError if the channel scale changes along k."""
     k = matrix_shape(q.shape, contracted)[0]
     require(k > 0, f"a weight of shape {q.shape}", "k of at least 1")
     counts, whole = list(q.shape), True
@@ -366,14 +402,24 @@ def _spread(q: QuantizedArray, contracted: tuple[int, ...]) -> QuantizedArray:
             counts[i] = q.scale.shape[i]
         whole = whole and counts[i] == 1
 
-    def repeated(x: jax.Array) -> jax.Array:
-        for i, count in enumerate(counts):
-            if count != x.shape[i]:
-                x = jnp.repeat(x, count // x.shape[i], axis=i)
-        return x
+    zero_point = None if q.zero_point is None else _repeated(q.zero_point, counts)
+    channel_scale = q.channel_scale
+    if channel_scale is not None:
+        sizes = [channel_scale.shape[i] for i in contracted]
+        given = f"channel_scale of shape {channel_scale.shape} of a weight that contracts {contracted}"
+        require(math.prod(sizes) == 1, given, "size 1 along these axes")
+        of_features = [1 if i in contracted else n for i, n in enumerate(q.shape)]
+        channel_scale = _repeated(channel_scale, of_features)
+    return QuantizedArray(q.qvalue, _repeated(q.scale, counts), zero_point, q.qtype, channel_scale)
 
-    zero_point = None if q.zero_point is None else repeated(q.zero_point)
-    return QuantizedArray(q.qvalue, repeated(q.scale), zero_point, q.qtype)
+
+def _repeated(x: jax.Array, counts: Sequence[int]) -> jax.Array:
+    """`x` with its elements repeated, so that it has this shape."""
+    y = as_bytes(x)
+    for i, count in enumerate(counts):
+        if count != y.shape[i]:
+            y = jnp.repeat(y, count // y.shape[i], axis=i)
+    return from_bytes(y, x.dtype)
 
 
 def checked(packed: PackedWeight) -> PackedWeight:
@@ -400,11 +446,21 @@ def checked(packed: PackedWeight) -> PackedWeight:
         f"{given} with words {shapes[0]}, scale {shapes[1]} and zero_point {zero_point}",
         f"{words}, {scale} and {scale} or None",
     )
-    floats = [leaf.dtype for leaf in (packed.scale, packed.zero_point) if leaf is not None]
-    if packed.words.dtype != jnp.uint32 or any(dtype.name not in SCALE_DTYPES for dtype in floats):
-        raise TypeError(
-            f"a PackedWeight with words of dtype {packed.words.dtype}, scale and zero_point of dtypes "
-            f"{', '.join(map(str, floats))}; accepted: uint32, and {', '.join(SCALE_DTYPES)}"
+    if packed.channel_scale is not None:
+        expected = (*words[:-2], 1, TILE)
+        given = f"{given} with channel_scale {packed.channel_scale.shape}"
+        require(tuple(packed.channel_scale.shape) == expected, given, f"{expected} or None")
+    accepted = {
+        "words": ("uint32",),
+        "scale": SCALE_DTYPES,
+        "zero_point": FLOAT_DTYPES,
+        "channel_scale": ("float32",),
+    }
+    for name, dtypes in accepted.items():
+        leaf = getattr(packed, name)
+        valid = leaf is None or leaf.dtype.name in dtypes
+        require(
+            valid, f"a PackedWeight with {name} of dtype {getattr(leaf, 'dtype', None)}", ", ".join(dtypes), TypeError
         )
     return packed
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.quantized.formats import Format
+from jax_splitk.quantized.formats import Format, as_bytes, from_bytes
 
 LAYOUT_VERSION = 1
 _Shape3 = tuple[int, int, int]
@@ -86,20 +86,21 @@ def unpack_codes(fmt: Format, words: jax.Array, shape: tuple[int, int]) -> jax.A
 
 def pack_groups(x: Any, k: int, group_size: int) -> Any:
     """Scales or zero points [groups, features] to [tiles of features, padded groups, 64], for arrays of JAX or NumPy.
-    It is the adjoint of its inverse."""
+    It is the adjoint of its inverse. Padding has the bits of 0."""
     groups, features = x.shape
     mt, padded = tiles(features), packed_groups(k, group_size)
     pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
-    x = pad(x, ((0, padded - groups), (0, mt * TILE - features)))
-    return x.reshape(padded, mt, *_SPLIT_FEATURES).transpose(1, 0, 2, 4, 3).reshape(mt, padded, TILE)
+    y = pad(as_bytes(x), ((0, padded - groups), (0, mt * TILE - features)))
+    y = y.reshape(padded, mt, *_SPLIT_FEATURES).transpose(1, 0, 2, 4, 3).reshape(mt, padded, TILE)
+    return from_bytes(y, x.dtype)
 
 
 def unpack_groups(x: jax.Array, groups: int, features: int) -> jax.Array:
     """The inverse of `pack_groups`."""
     mt, padded, _ = x.shape
     block, half, g = _SPLIT_FEATURES
-    x = x.reshape(mt, padded, block, g, half).transpose(1, 0, 2, 4, 3).reshape(padded, mt * TILE)
-    return x[:groups, :features]
+    y = as_bytes(x).reshape(mt, padded, block, g, half).transpose(1, 0, 2, 4, 3).reshape(padded, mt * TILE)
+    return from_bytes(y[:groups, :features], x.dtype)
 
 
 def _shifts(fmt: Format) -> jax.Array:

@@ -91,8 +91,11 @@ def _of_plain(q: QuantizedArray, entries: Sequence[Any], sizes: Mapping[str, int
         if count % parts:
             given = f"axis {axis} of a QuantizedArray of shape {q.shape} with {count} groups, in {parts} parts"
             raise RefusedValue(f"{given}; accepted: divisors of {count}")
-    zero_point = None if q.zero_point is None else groups
-    return dataclasses.replace(q, qvalue=PartitionSpec(*entries), scale=groups, zero_point=zero_point)
+    more = {"zero_point": None if q.zero_point is None else groups}
+    if q.channel_scale is not None:
+        channels = (e if count > 1 else None for e, count in zip(groups, q.channel_scale.shape, strict=True))
+        more["channel_scale"] = PartitionSpec(*channels)
+    return dataclasses.replace(q, qvalue=PartitionSpec(*entries), scale=groups, **more)
 
 
 def _of_packed(w: PackedWeight, entries: Sequence[Any], sizes: Mapping[str, int] | None) -> PackedWeight:
@@ -102,7 +105,9 @@ def _of_packed(w: PackedWeight, entries: Sequence[Any], sizes: Mapping[str, int]
     features = _joined(w, "features", features_of(len(w.dims), w.contracted), of_dims, sizes, cut_features)
     groups = PartitionSpec(*stack, features, k if w.scale.shape[-2] > 1 else None)
     zero_point = None if w.zero_point is None else groups
+    channels = None if w.channel_scale is None else PartitionSpec(*stack, features, None)
     leaves = {"words": PartitionSpec(*stack, features, k), "scale": groups, "zero_point": zero_point}
+    leaves["channel_scale"] = channels
     return dataclasses.replace(w, **leaves, guard=None if w.guard is None else PartitionSpec(*stack))
 
 

@@ -10,6 +10,7 @@ from jax_splitk.quantized.packing import TILE, packed_groups
 from jax_splitk.runtime.arguments import RefusedValue, integer
 
 _WHOLE = slice(None)
+_LEAVES = ("words", "scale", "zero_point", "channel_scale", "guard")
 
 
 def indexed(w: Any, index: Any) -> Any:
@@ -22,7 +23,7 @@ def indexed(w: Any, index: Any) -> Any:
     full = (*entries[:before], *[_WHOLE] * missing, *entries[before + 1 :])
     of_stack, of_dims = full[: len(w.stack)], full[len(w.stack) :]
     if any(entry != _WHOLE for entry in of_stack):
-        leaves = {name: getattr(w, name) for name in ("words", "scale", "zero_point", "guard")}
+        leaves = {name: getattr(w, name) for name in _LEAVES}
         w = dataclasses.replace(w, **{name: None if leaf is None else leaf[of_stack] for name, leaf in leaves.items()})
     for axis, entry in enumerate(of_dims):
         if not isinstance(entry, slice):
@@ -60,6 +61,7 @@ def _cut(w: Any, axis: int, entry: slice) -> Any:
     leaves = {
         "words": part(w.words, tiles),
         **{name: part(getattr(w, name), groups) for name in ("scale", "zero_point")},
+        "channel_scale": w.channel_scale if along_k else part(w.channel_scale, tiles),
     }
     return dataclasses.replace(w, **leaves, dims=dims)
 
@@ -87,7 +89,7 @@ def reshaped(w: Any, shape: Sequence[Any]) -> Any:
     dims = [size for size, kind in zip(target, kinds, strict=True) if kind != "stack"]
     contracted = tuple(i for i, kind in enumerate(kinds[len(stack) :]) if kind == "k")
     depth = len(w.stack)
-    leaves = {name: getattr(w, name) for name in ("words", "scale", "zero_point", "guard")}
+    leaves = {name: getattr(w, name) for name in _LEAVES}
     moved = {
         name: leaf if leaf is None or tuple(stack) == w.stack else leaf.reshape(*stack, *leaf.shape[depth:])
         for name, leaf in leaves.items()

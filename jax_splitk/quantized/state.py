@@ -102,7 +102,7 @@ def is_quantized(x: Any) -> bool:
 
 
 def arrays_of(weight: Any) -> dict[str, Any]:
-    """The arrays of a weight by name; None where it has no zero points."""
+    """The arrays of a weight by name; None for zero points or channel scales that it does not have."""
     if isinstance(weight, PermutedWeight):
         return {**arrays_of(weight.weight), "order": weight.order}
     return {name: getattr(weight, name) for name in description.leaf_names(weight.static)}
@@ -117,7 +117,7 @@ def built(static: dict[str, Any], leaves: dict[str, Any]) -> Weight:
     names = description.leaf_names(static)
     if not {*names[:2]} <= leaves.keys() <= {*names}:
         raise ValueError(
-            f"a weight with the arrays {', '.join(leaves)}; accepted: {', '.join(names)} (or no zero point)"
+            f"a weight with the arrays {', '.join(leaves)}; accepted: {', '.join(names)} (the last two, or not)"
         )
     if static["qtype"] not in FORMATS:
         raise ValueError(f"a weight of qtype {static['qtype']!r}; accepted: {', '.join(FORMATS)}")

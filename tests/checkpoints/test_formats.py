@@ -83,8 +83,12 @@ def values(weight: Any, dtype: Any) -> np.ndarray:
     return np.asarray(jax_splitk.dequantize(weight, dtype))
 
 
-def same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+def same_bits(found: np.ndarray, expected: np.ndarray, units: int = 0) -> None:
+    """`units`: allowed differences in units in the last place."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    if units:
+        np.testing.assert_array_max_ulp(found, expected, units)
+        return
     unsigned = np.dtype(f"u{found.dtype.itemsize}")
     wrong = (found.view(unsigned) != expected.view(unsigned)) & ~((found == 0) & (expected == 0))
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size}, first at {np.argwhere(wrong)[0]}"
@@ -100,12 +104,32 @@ def test_values_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> N
         key = "layers.0.up" + written.name
         assert list(plain) == list(packed) == [key]
         assert tuple(weight.shape) == plain.stored[key].shape == written.expected.shape
-        same_bits(values(weight, written.expected.dtype), written.expected)
+        same_bits(values(weight, written.expected.dtype), written.expected, written.units)
         (weight,) = packed.read().values()
         inner = weight.weight if isinstance(weight, PermutedWeight) else weight
         assert isinstance(inner, PackedWeight)
         assert weight.shape == written.expected.shape
-        same_bits(values(weight, written.expected.dtype), written.expected)
+        same_bits(values(weight, written.expected.dtype), written.expected, written.units)
+
+
+@pytest.mark.parametrize(("name", "scale", "channel"), [
+    ("mxfp4", "float8_e8m0fnu", False),
+    ("nvfp4, compressed-tensors", "float8_e4m3fn", True),
+    ("nvfp4, modelopt", "float8_e4m3fn", True),
+])  # fmt: skip
+def test_scales_keep_their_byte(name: str, scale: str, channel: bool, tmp_path: pathlib.Path) -> None:
+    """Also in a file of packed weights, and in the bytes that a report shows."""
+    with seeded(103) as rng:
+        folder = writers.save(tmp_path, drawn(name, rng))
+    for pack in (False, True):
+        ((key, weight),) = jax_splitk.load_checkpoint(folder, pack=pack).read().items()
+        assert (weight.scale.dtype, weight.channel_scale is not None) == (scale, channel)
+        elements = 4 * weight.words.size if pack else weight.qvalue.size // 2
+        assert weight.nbytes == elements + weight.scale.size + (4 * weight.channel_scale.size if channel else 0)
+        jax_splitk.save_file({key: weight}, tmp_path / "again.safetensors")
+        again = jax_splitk.load_file(tmp_path / "again.safetensors", {key: weight})[key]
+        same_bits(values(again, np.float32), values(weight, np.float32))
+        assert again.scale.dtype == scale
 
 
 @pytest.mark.parametrize("name", list(FORMATS)[::3])

@@ -35,12 +35,14 @@ class Written:
       config: the description of the quantization.
       expected: its values [k, n], or [experts, k, n], in the dtype in which the library computes them.
       name: the end of its name among the values.
+      units: how far values may be from `expected`, in units in the last place.
     """
 
     tensors: dict[str, np.ndarray]
     config: dict[str, Any]
     expected: np.ndarray
     name: str = ".weight"
+    units: int = 0
 
 
 def safetensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -201,7 +203,6 @@ def stacked(each: list[Written]) -> Written:
 def nf4(
     rng: np.random.Generator, k: int, n: int, *, block: int = 64, nested: bool = False, storage: Any = np.uint8
 ) -> Written:
-    """The values are those of the table rounded to bfloat16."""
     codes = rng.integers(0, 16, n * k)
     count = -(-n * k // block)
     tensors = {}
@@ -220,7 +221,7 @@ def nf4(
         absmax = rng.uniform(0.01, 0.2, count).astype(np.float32)
         tensors[".weight.absmax"] = absmax
     packed = np.zeros(-(-n * k // 2), np.uint8)
-    table = np.array(NF4).astype(BF16).astype(np.float32)
+    table = np.array(NF4, np.float32)
     expected = np.empty((k, n), np.float32)
     for i in range(n * k):
         packed[i // 2] |= codes[i] << (4 if i % 2 == 0 else 0)
@@ -265,7 +266,8 @@ def nvfp4(rng: np.random.Generator, k: int, n: int, *, library: str) -> Written:
     if divides:
         tensors = {".weight_packed": bytes_of(codes), ".weight_scale": scale, ".weight_global_scale": whole[None]}
         weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-        return Written(tensors, compressed("nvfp4-pack-quantized", weights), expected)
+        # A product with a reciprocal.
+        return Written(tensors, compressed("nvfp4-pack-quantized", weights), expected, units=2)
     tensors = {".weight": bytes_of(codes), ".weight_scale": scale, ".weight_scale_2": np.array(whole)}
     return Written(tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, expected)
 

@@ -16,6 +16,8 @@ from tests.exhaustive import thinned
 from tests.formats import (
     BITS,
     CASES,
+    E8M0,
+    FLOAT_DTYPES,
     GROUPS,
     INTEGERS,
     NF4,
@@ -39,11 +41,21 @@ def steps(name: str) -> np.ndarray:
     return np.unique(values[np.isfinite(values)])
 
 
+def effective(q: QuantizedArray) -> np.ndarray:
+    """Scales times channel scales, in float64."""
+    scale = np.asarray(q.scale).astype(np.float64)
+    return scale if q.channel_scale is None else scale * np.asarray(q.channel_scale, np.float64)
+
+
+def dtype_of_values(scale_dtype: str, *, channel: bool = False) -> str:
+    return "float32" if channel else scale_dtype if scale_dtype in FLOAT_DTYPES else "bfloat16"
+
+
 def half_steps(q: QuantizedArray, value: np.ndarray) -> np.ndarray:
     """The largest allowed distance of `value` from its quantized neighbour: half the gap between neighbours, times the
     scale."""
     grid = steps(str(q.qtype))
-    scale = np.repeat(np.asarray(q.scale, np.float64), q.group_size, axis=0)
+    scale = np.repeat(effective(q), q.group_size, axis=0)
     position = value / scale
     if q.zero_point is not None:
         return 0.5 * scale
@@ -61,33 +73,65 @@ def test_every_code_decodes_exactly(name: str, zero: str | None, group: int, sca
     assert len(np.unique(np.asarray(q.qvalue).astype(np.float64))) == len(steps(name))
     assert q.group_size == group
     np.testing.assert_array_equal(dequantize(q, jnp.float32), expected.astype(np.float32))
-    assert dequantize(q).dtype == scale_dtype
-    np.testing.assert_array_equal(dequantize(q), jnp.asarray(expected.astype(np.float32)).astype(scale_dtype))
+    out = dtype_of_values(scale_dtype)
+    assert dequantize(q).dtype == q.dtype == out
+    np.testing.assert_array_equal(dequantize(q), jnp.asarray(expected.astype(np.float32)).astype(out))
 
 
-def test_nf4_is_close_to_the_published_table() -> None:
+def test_nf4_is_the_published_table() -> None:
     q = QuantizedArray(elements("nf4", np.arange(16)[:, None]), jnp.ones((1, 1)), None, "nf4")
-    np.testing.assert_allclose(dequantize(q)[:, 0], NF4, rtol=2**-8)
+    np.testing.assert_array_equal(dequantize(q)[:, 0], np.array(NF4, np.float32))
+
+
+def test_every_byte_of_e8m0_is_a_power_of_two() -> None:
+    """2**(byte - 127), and 255 is NaN. XLA:CPU may take the subnormal 2**-127 for 0."""
+    octets = np.arange(256, dtype=np.uint8)
+    scale = jnp.asarray(octets.view(E8M0))[None]
+    found = np.asarray(dequantize(QuantizedArray(jnp.ones((16, 256), jnp.int8), scale), jnp.float32))[0]
+    np.testing.assert_array_equal(found[1:], [*np.exp2(np.arange(1, 255) - 127.0), np.nan])
+    assert found[0] in (0, 2.0**-127)
+
+
+def test_channel_scales_multiply_scales() -> None:
+    q, expected = every_code("float4_e2m1fn", 64, 5, 16, None, "float8_e4m3fn", channel=True)
+    assert (q.dtype, q.group_size, q.channel_scale.shape) == (jnp.float32, 16, (1, 5))
+    np.testing.assert_array_equal(dequantize(q), expected)
+    whole = dataclasses.replace(q, channel_scale=jnp.full((1, 1), 0.5))
+    one = dataclasses.replace(q, channel_scale=jnp.full((1, 5), 0.5))
+    np.testing.assert_array_equal(dequantize(whole), dequantize(one))
+    assert q.nbytes == 64 * 5 // 2 + 4 * 5 + 4 * 5
+
+
+def test_astype_leaves_scales_of_a_byte() -> None:
+    q, _ = every_code("float4_e2m1fn", 64, 5, 16, None, E8M0)
+    assert q.astype(jnp.float32).scale.dtype == E8M0
+    assert dequantize(q.astype(jnp.float32)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(("name", "symmetric", "group", "scale_dtype"), thinned([
     (*form, *group)
     for form in FORMS
-    for group in ((32, "bfloat16"), (64, "float16"), (128, "float32"), (None, "bfloat16"))
+    for group in (
+        *((32, "bfloat16"), (64, "float16"), (128, "float32"), (None, "bfloat16")),
+        *((32, E8M0), (16, "float8_e4m3fn"), (None, E8M0)),
+    )
 ], 3))  # fmt: skip
 def test_error_is_at_most_half_a_step(name: str, symmetric: bool, group: int | None, scale_dtype: str) -> None:
     w = normals(256, 9) * jnp.exp2(jnp.arange(-4.0, 5.0)) + (0 if symmetric else 1)
     how = {"group_size": group, "symmetric": symmetric, "scale_dtype": scale_dtype}
     q = jax.jit(lambda w: quantize(w, name, **how), compiler_options=ROUNDED_ONCE)(w)
-    assert (q.shape, q.qtype, q.group_size, q.dtype) == ((256, 9), name, group or 256, scale_dtype)
-    assert q.scale.shape == (256 // (group or 256), 9)
+    channel = scale_dtype == "float8_e4m3fn"
+    assert (q.shape, q.qtype, q.group_size, q.scale.dtype) == ((256, 9), name, group or 256, scale_dtype)
+    assert q.dtype == dtype_of_values(scale_dtype, channel=channel)
+    assert (q.scale.shape, q.channel_scale is not None) == ((256 // (group or 256), 9), channel)
     assert (q.zero_point is None) == symmetric
     exact = np.asarray(w, np.float64)
     error = np.abs(np.asarray(dequantize(q, jnp.float32), np.float64) - exact)
     assert np.all(error <= half_steps(q, exact) * (1 + 1e-5) + 1e-6 * np.abs(exact))
     if symmetric and name in INTEGERS:  # the scale is as small as the bound allows
         largest = np.abs(exact).reshape(-1, q.group_size, 9).max(1)
-        assert np.all(np.asarray(q.scale, np.float64) <= largest / (2 ** (BITS[name] - 1) - 0.5) * (1 + 2**-7))
+        rounding = {E8M0: 1, "float8_e4m3fn": 2**-3}.get(scale_dtype, 2**-7)
+        assert np.all(effective(q) <= largest / (2 ** (BITS[name] - 1) - 0.5) * (1 + rounding))
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1fn", "nf4"])
@@ -125,17 +169,19 @@ def test_one_sided_weights_use_all_steps() -> None:
     ("name", "symmetric", "scale_dtype"), thinned([(*form, dtype) for form in FORMS for dtype in SCALE_DTYPES], 2)
 )
 def test_extreme_weights(name: str, symmetric: bool, scale_dtype: str) -> None:
-    """From below the smallest float32 that XLA:CPU does not flush to the largest."""
-    sizes = np.array([1e-44, 1e-38, 1e-7, 1e4, 3e38])
+    """From below the smallest float32 that XLA:CPU does not flush to the largest: with powers of two as scales a tenth
+    of it, since elements may be up to twice as large."""
+    sizes = np.array([1e-44, 1e-38, 1e-7, 1e4, 3e37 if scale_dtype == E8M0 else 3e38])
     w = np.random.default_rng(3).uniform(-1, 1, (64, 5))
     w[0], w[1] = -1, 1
     w = jnp.asarray(w * sizes, jnp.float32)
     q = quantize(w, name, group_size=None, symmetric=symmetric, scale_dtype=scale_dtype)
-    scale, grid = np.asarray(q.scale, np.float64)[0], steps(name)
-    largest = min(float(jnp.finfo(scale_dtype).max), 2.0**126)
+    scale, grid = effective(q)[0], steps(name)
+    largest = 2.0**126 if scale_dtype == "float8_e4m3fn" else min(float(jnp.finfo(scale_dtype).max), 2.0**126)
     saturated = sizes / (grid[-1] if symmetric else (grid[-1] - grid[0]) / 2) > largest
-    np.testing.assert_array_equal(scale[saturated], largest)
-    assert np.all((scale > 0) & (scale <= largest))
+    rounding = 2.0**-23 if q.channel_scale is not None else 0  # of a product of two scales
+    np.testing.assert_allclose(scale[saturated], largest, rtol=rounding)
+    assert np.all((scale > 0) & (scale <= largest * (1 + rounding)))
     decoded, exact = np.asarray(dequantize(q, jnp.float32), np.float64), np.asarray(w, np.float64)
     assert np.all(np.sign(decoded[:2, saturated]) == [[-1], [1]])
     bound = half_steps(q, exact) * (1 + 1e-5) + 1e-6 * np.abs(exact) + 2e-38
@@ -143,7 +189,8 @@ def test_extreme_weights(name: str, symmetric: bool, scale_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "symmetric", "scale_dtype"), thinned([(*form, dtype) for form in FORMS for dtype in SCALE_DTYPES], 2)
+    ("name", "symmetric", "scale_dtype"),
+    thinned([(*form, dtype) for form in FORMS for dtype in (*FLOAT_DTYPES, E8M0)], 2),
 )
 def test_a_group_with_a_bad_number_is_nan_and_the_others_are_as_they_were(
     name: str, symmetric: bool, scale_dtype: str
@@ -332,7 +379,8 @@ def test_tiles_along_two_axes() -> None:
     ({"axis": 2}, ValueError, "axis=2 of an array of rank 2; accepted: -2 to -1 or 0 to 1"),
     ({"dtype": "uint4"}, ValueError, "symmetric=True with uint4, which has no negative values; accepted: symmetric=F"),
     ({"dtype": "nf4", "symmetric": False}, ValueError, "symmetric=False with nf4; accepted: symmetric=True"),
-    ({"scale_dtype": jnp.float8_e4m3fn}, TypeError, "accepted: bfloat16, float16, float32"),
+    ({"scale_dtype": jnp.float8_e5m2}, TypeError,
+     "accepted: bfloat16, float16, float32, float8_e8m0fnu, float8_e4m3fn"),
     ({"w": jnp.ones((96, 5), jnp.int32)}, TypeError, "w of dtype int32; accepted: a floating dtype"),
     ({"w": jnp.ones((0, 5)), "group_size": None}, ValueError, "of 0 elements"),
     ({"w": {"kernel": jnp.ones((96, 5))}}, TypeError, "w of type dict; accepted: an array (jax.tree.map quantizes ea"),
@@ -354,6 +402,8 @@ def test_quantize_errors(change: dict[str, Any], error: type[Exception], message
     ({"zero_point": jnp.ones((1, 5), jnp.int4)}, ValueError, "zero_point of shape (1, 5); accepted: scale's shape (2"),
     ({"zero_point": jnp.ones((2, 5), jnp.int32)}, TypeError, "zero_point of dtype int32; accepted: int4, uint4"),
     ({"qvalue": jnp.ones((64, 5), jnp.float8_e4m3fn), "zero_point": jnp.ones((2, 5))}, ValueError, "accepted: None"),
+    ({"channel_scale": jnp.ones((1, 3))}, ValueError, "channel_scale (1, 3) of scale (2, 5)"),
+    ({"channel_scale": jnp.ones((1, 5), jnp.bfloat16)}, TypeError, "channel_scale of dtype bfloat16"),
 ])  # fmt: skip
 def test_errors_of_parts(change: dict[str, Any], error: type[Exception], message: str) -> None:
     parts = {"qvalue": jnp.ones((64, 5), jnp.int4), "scale": jnp.ones((2, 5)), **change}

@@ -79,6 +79,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
             "group_size": np.int64(problem.group_size),
             "splits": np.int64(config.splits),
             "row_block": np.int64(config.row_block),
+            "channels": np.int64(problem.channel_dtype != "none"),
         }
 
 

@@ -116,11 +116,11 @@ struct Bytes {
   uint32_t low, high;
 };
 __device__ inline Bytes normal_floats(uint32_t codes) {
-  // Values of codes 0 to 15, as in jax_splitk/quantized/formats.py.
+  // Values of codes 0 to 15: those of jax_splitk/quantized/formats.py, which are float32, rounded to 16 bits.
   constexpr uint16_t BF16[16] = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
                                  0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
-  constexpr uint16_t FP16[16] = {0xbc00, 0xb990, 0xb830, 0xb650, 0xb490, 0xb1e8, 0xadd0, 0x0000,
-                                 0x2d18, 0x3128, 0x33e0, 0x3568, 0x3710, 0x3880, 0x39c8, 0x3c00};
+  constexpr uint16_t FP16[16] = {0xbc00, 0xb992, 0xb833, 0xb652, 0xb48d, 0xb1ea, 0xadd4, 0x0000,
+                                 0x2d18, 0x3126, 0x33e0, 0x3568, 0x370d, 0x3880, 0x39c9, 0x3c00};
   constexpr auto bytes = [](int first, int shift) {
     uint32_t out = 0;
     for (int i = 0; i < 4; ++i) out |= uint32_t((HALF ? FP16 : BF16)[first + i] >> shift & 0xff) << (8 * i);

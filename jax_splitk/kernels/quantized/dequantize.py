@@ -4,9 +4,11 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime import plan
 
 FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
-TYPE_CODES = {**OUT_CODES, "none": -1}  # macros SCALE_TYPE, ZERO_TYPE
+# Macros SCALE_TYPE, ZERO_TYPE.
+TYPE_CODES = {**OUT_CODES, "none": -1, "float8_e8m0fnu": 3, "float8_e4m3fn": 4}
 SHORTEST_GROUP = 32  # of e4m3 products: the k of an instruction
 E4M3_FORMATS = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")  # whose values are e4m3 but for a power of two
 
@@ -19,6 +21,20 @@ def has_zero(problem: QuantizedMatmulProblem) -> bool:
     return problem.zero_dtype != "none"
 
 
+def has_channel_scale(problem: QuantizedMatmulProblem) -> bool:
+    return problem.channel_dtype != "none"
+
+
+def zero_pointer(problem: QuantizedMatmulProblem) -> plan.Pointer:
+    """The parameter for zero points. Without them the kernel does not read what is there: the scales."""
+    return plan.Pointer(3 if has_zero(problem) else 2)
+
+
+def channel_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
+    """A kernel's last parameter, if the weight has channel scales."""
+    return (plan.Pointer(len(problem.operand_types) - 1),) if has_channel_scale(problem) else ()
+
+
 def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
     """Macros for the types, and for the groups (0: one for all k)."""
     return {
@@ -26,6 +42,7 @@ def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
         "OUT": OUT_CODES[problem.out_dtype],
         "SCALE_TYPE": TYPE_CODES[problem.scale_dtype],
         "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
+        "CHANNEL_SCALE": int(has_channel_scale(problem)),
         "GROUP": 0 if per_channel(problem) else problem.group_size,
     }
 

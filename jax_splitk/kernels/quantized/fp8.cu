@@ -285,6 +285,7 @@ struct Loop {
       // Last: no scale overflows before its time.
 #pragma unroll
       for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= FACTOR;
+      if constexpr (CHANNEL_SCALE) scale_channels(weight.channel, here.channel(g, at), acc);
       store_piece(kernel, piece, at, here, acc);
     }
   }
@@ -292,6 +293,6 @@ struct Loop {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-             const uint8_t* scale, Output* out, float* partials) {
-  run(Loop{{words, scale}}, x_map, g, out, partials);
+             const uint8_t* scale, Output* out, float* partials CHANNEL_PARAMETER) {
+  run(Loop{{words, scale, nullptr, CHANNEL_ARGUMENT}}, x_map, g, out, partials);
 }

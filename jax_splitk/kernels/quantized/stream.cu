@@ -34,7 +34,7 @@
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
-// (0: per channel), SCALE_TYPE, ZERO_TYPE and OUT (output.cuh; ZERO_TYPE also -1: none), TILE_N (rows of X),
+// (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), TILE_N (rows of X),
 // WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include "device/output.cuh"
@@ -405,7 +405,8 @@ __device__ inline void epilogue(const Block& block, Output* out) {
 
 // ---- roles -----------------------------------------------------------------------------------------------
 
-__device__ inline void consume(const Block& block, const uint8_t* scales, const uint8_t* zeros) {
+__device__ inline void consume(const Block& block, const uint8_t* scales, const uint8_t* zeros,
+                               [[maybe_unused]] const float* channels) {
   const Args& g = block.g;
   uint8_t* smem = block.smem;
   Signals& barriers = block.barriers;
@@ -435,6 +436,10 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
   for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters) {
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
+    [[maybe_unused]] float2 second_scale{};
+    if constexpr (CHANNEL_SCALE) {
+      second_scale = load_pair<FLOAT>(reinterpret_cast<const uint8_t*>(channels + int64_t(tile) * 64 + rows));
+    }
     if constexpr (GROUP == 0) {
       channel_scale = load_pair<SCALE_TYPE>(scales + (int64_t(tile) * 64 + rows) * SCALE_ITEM);
       if constexpr (X_SUMS)
@@ -524,6 +529,10 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       wait_batches<0>();
       finish(LAST_UNIT);
     }
+    if constexpr (CHANNEL_SCALE) {
+#pragma unroll
+      for (int i = 0; i < ACCUMULATORS; ++i) acc[i] *= i % 4 < 2 ? second_scale.x : second_scale.y;
+    }
     Barrier::wait(barriers.read.at, phase);
     phase ^= 1;
 #pragma unroll
@@ -542,7 +551,8 @@ using X = const void*;
 extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(const __grid_constant__ X x,
                                                                   const uint8_t* words, const uint8_t* scale,
                                                                   const uint8_t* zero, Output* out,
-                                                                  const __grid_constant__ Args g) {
+                                                                  const __grid_constant__ Args g
+                                                                  CHANNEL_PARAMETER) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
   Signals& b = block.barriers;
@@ -561,7 +571,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(const __grid_c
 #if !X_TMA
       load_x(block, x);
 #endif
-      consume(block, scale, zero);
+      consume(block, scale, zero, CHANNEL_ARGUMENT);
     } else {
       if constexpr (CLUSTER > 1) cluster_wait();  // for the other blocks' barriers
       epilogue(block, out);

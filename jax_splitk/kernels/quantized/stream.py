@@ -266,11 +266,11 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             kernel=self.kernel_name(problem),
             grid=(config.clusters * config.cluster, 1, 1),
             block=(128 * (config.warpgroups + 1), 1, 1),  # consumers, and a warpgroup of the producer and the epilogue
-            # Without zero points the kernel does not read their address.
             params=(
                 plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
-                *(plan.Pointer(i) for i in (1, 2, out - 1, out)),
+                *(plan.Pointer(1), plan.Pointer(2), dequantize.zero_pointer(problem), plan.Pointer(out)),
                 _args(problem, config),
+                *dequantize.channel_pointers(problem),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

@@ -114,17 +114,19 @@ constexpr int PENDING = FOLDED && TILE_N < 192 ? 3 : 1;
 struct Block {
   static constexpr int TILES =
       WORDS == 1 ? 2 : 1;  // more would not fit in registers beside four warpgroups' sums
-  static constexpr int PAIRS = SCALING == WEIGHT ? GROUPS : 0;
+  static constexpr int PAIRS = SCALING == WEIGHT ? GROUPS : 0, TYPE = PAIRS > 0 ? SCALE_TYPE : BF16;
   Words words[2];
-  uint32_t pairs[PAIRS + 1];  // scales of its two rows
+  uint32_t pairs[PAIRS + 1];  // scales of its two rows, as bfloat16
 
   __device__ void load(const Reader& in) {
     in.wait_full();
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) load_words(in.tile(tile), words[tile]);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i)
-      pairs[i] = load_shared<uint32_t>(in.extras() + (in.pairs + i * WARPGROUP_M) * SCALE_ITEM);
+    for (int i = 0; i < PAIRS; ++i) {
+      const uint32_t at = in.extras() + (in.pairs + i * WARPGROUP_M) * SCALE_ITEM;
+      pairs[i] = to_bf16_pair<TYPE>(load_shared<Pair<TYPE>>(at));
+    }
   }
 };
 
@@ -336,6 +338,7 @@ struct Loop {
         if constexpr (SCALING == CHANNEL) acc[i] *= i / 2 % 2 ? channel.scale.y : channel.scale.x;
         if constexpr (!SPLIT) acc[i] *= FACTOR;
       }
+      if constexpr (CHANNEL_SCALE) scale_channels(weight.channel, role.channel(g, at), acc);
       store_piece(kernel, piece, at, role, acc);
     }
   }
@@ -343,8 +346,9 @@ struct Loop {
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-             const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials) {
-  run(Loop{{words, scale, zero}, sums}, x_map, g, out, partials);
+             const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out, float* partials
+             CHANNEL_PARAMETER) {
+  run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, g, out, partials);
 }
 
 #if X_E4M3

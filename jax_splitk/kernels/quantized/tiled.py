@@ -18,12 +18,12 @@ import itertools
 from collections.abc import Iterator
 
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.quantized import tiles
+from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import INSTRUCTIONS, has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, whole_tiles
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
-from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.formats import BYTE_SCALES, FORMATS
 from jax_splitk.runtime import plan
 
 PREPARE_WARPS = 4
@@ -52,7 +52,8 @@ def scaling(p: QuantizedMatmulProblem) -> str:
         return "sum" if p.out_dtype == "float32" else "channel"
     # The range of float16 does not hold every weight; and only there, and in float32, would rounding the weight be an
     # error beyond that of rounding the result.
-    return "weight" if {p.x_dtype, p.out_dtype, p.scale_dtype} == {"bfloat16"} else "sum"
+    exact = p.scale_dtype in ("bfloat16", *BYTE_SCALES)  # in bfloat16
+    return "weight" if exact and {p.x_dtype, p.out_dtype} == {"bfloat16"} else "sum"
 
 
 def max_tile_n(p: QuantizedMatmulProblem, warpgroups: int) -> int:
@@ -224,7 +225,7 @@ class Tiled(tiles.TileFamily[Config]):
         """The main kernel's parameters zero points and sums of x, and the kernel that prepares x and these sums, if
         there is one."""
         sums = plan.Pointer(workspace, _copy_bytes(problem))
-        operands = (plan.Pointer(3 if has_zero(problem) else 2), sums)
+        operands = (dequantize.zero_pointer(problem), sums)
         if not _prepared(problem):
             return operands, ()
         warps = _padded_rows(problem, config) * k_blocks(problem)

@@ -32,7 +32,7 @@
 // need not.
 //
 // Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh),
-// SCALE_TYPE, ZERO_TYPE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial sum),
+// SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial sum),
 // M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES,
 // N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8),
 // WHOLE (the weight does not end in the middle of a block).
@@ -181,6 +181,7 @@ __device__ inline void copy_block(uint32_t to, const uint8_t* from, int bytes, b
 
 struct Weight {
   const uint8_t *words, *scale, *zero;
+  const float* channel;
 };
 
 constexpr int WEIGHT_BYTES = 2 * TILE_BYTES + SCALES + ZEROS;  // of a stage and a warpgroup
@@ -324,6 +325,13 @@ struct Role {
     return size_t(at.feature_tile(g, m_warpgroup)) * WARPGROUP_M + warp % 4 * 16 + thread % 32 / 4 * 2;
   }
 };
+
+// Multiplies a lane's sums by the channel scales of its two rows.
+[[maybe_unused]] __device__ inline void scale_channels(const float* channel, size_t row, TileSums& acc) {
+  const float2 scale = load_pair<FLOAT>(reinterpret_cast<const uint8_t*>(channel + row));
+#pragma unroll
+  for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= i / 2 % 2 ? scale.y : scale.x;
+}
 
 // Ends a piece: `acc` is what a thread has of it.
 __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, const Place& at,

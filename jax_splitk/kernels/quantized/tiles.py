@@ -401,7 +401,10 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             kernel=self.kernel_name(problem),
             grid=(config.blocks, 1, 1),
             block=(128 * (config.warpgroups + 1), 1, 1),
-            params=(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
+            params=(
+                *(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
+                *dequantize.channel_pointers(problem),
+            ),
             shared_bytes=self.shared_bytes(problem, config) - BARRIER_BYTES,
             cluster=(config.worker_blocks * config.splits, 1, 1),
             programmatic=bool(first),

@@ -21,6 +21,7 @@ from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import formats, on_gpu, poison
+from tests.formats import E8M0
 from tests.products import (
     E4M3,
     HALF,
@@ -134,13 +135,24 @@ EIGHT_BITS = [
     Case(50, 2048, 203, "uint4", 64), Case(31, 1088, 130, E4M3, 32, None, "float32"),
 ]  # fmt: skip
 EIGHT_BITS = [dataclasses.replace(case, x_dtype=E4M3) for case in EIGHT_BITS]
+BYTES = [  # scales of a byte, and channel scales
+    Case(3, 320, 72, "float4_e2m1fn", 32, None, E8M0), Case(9, 208, 130, "float4_e2m1fn", 16, None, E4M3, channel=True),
+    Case(40, 512, 136, "uint4", 128, "own", E8M0, "float16", "float16", True),
+    Case(64, 1000, 300, "int8", 1000, None, E8M0, channel=True), Case(130, 448, 129, "nf4", 64, None, E4M3),
+    Case(257, 1088, 640, "float4_e2m1fn", 32, None, E8M0),
+    Case(300, 1088, 640, "float4_e2m1fn", 16, None, E4M3, channel=True),
+    Case(100, 320, 77, E4M3, 32, None, E8M0, out_dtype="float32", channel=True),
+    Case(20, 448, 136, "float4_e2m1fn", 32, None, E8M0, E4M3),
+    Case(70, 320, 300, E4M3, 64, None, E4M3, E4M3, "float16", True),
+    Case(200, 1008, 130, "int4", 1008, None, E8M0, E4M3, channel=True), Case(16, 2048, 330, "int4", 128, None, E8M0),
+]  # fmt: skip
 ALL_TYPES = (*TYPES, {"x_dtype": E4M3}, {"x_dtype": E4M3, "out_dtype": "float32", "scale_dtype": "float32"})
 EXACT = [
     dataclasses.replace(case, **ALL_TYPES[(index + step) % len(ALL_TYPES)])
     for index, case in enumerate(ODD)
     for step in (0, 3)
 ]
-EXACT += EIGHT_BITS
+EXACT += [*EIGHT_BITS, *BYTES]
 SUITE = [Case(n, 8192, features) for n, features in ((1, 3584), (8, 28672), (32, 3584), (64, 8192), (256, 3584),
          (4096, 3584))]  # fmt: skip
 SUITE += [Case(n, 8192, features, x_dtype=E4M3) for n, features in ((8, 3584), (64, 8192), (128, 3584), (1024, 8192))]
@@ -215,7 +227,7 @@ def test_the_suites_shapes_are_exact(family: Family, turn: int, case: Case) -> N
 
 def check_exact(family: Family, case: Case, tried: list[Any], most: int, dtype: type = np.float64) -> None:
     """Results are exact on x of small integers; `dtype` is the dtype of the reference."""
-    q, weight = exact_weight(case, 2)
+    q, weight = exact_weight(case, 2, case.operand)
     x = integers(case, most, 3)
     expected, packed = rounded(x.astype(dtype) @ weight.astype(dtype), case.out_dtype), prepack(q)
     for config in tried:
@@ -226,7 +238,7 @@ def check_exact(family: Family, case: Case, tried: list[Any], most: int, dtype: 
 @by_case(DECODED)
 def test_one_hot_activations_decode_every_weight(family: Family, turn: int, case: Case) -> None:
     """Weights equal their definition: in float32, then rounded to the result's dtype."""
-    q, weight = case.every_code()
+    q, weight = case.every_code(case.operand)
     expected, packed, one_hot = rounded(weight, case.out_dtype), prepack(q), np.eye(case.k)
     for config in configs(family, case, FEW, turn):
         call = product(family, case, config, packed)
@@ -265,9 +277,9 @@ def check_scales(family: Family, turn: int, case: Case, sizes: Iterable[float]) 
 def value_of(q: QuantizedArray, case: Case) -> np.ndarray:
     """Elements minus their zero points."""
     if q.zero_point is None:
-        return elements(q)
+        return elements(q, case.operand)
     zero = np.asarray(q.zero_point.astype(jnp.float32), np.float64)
-    return (elements(q) - np.repeat(zero, case.group_size, axis=0)).astype(np.float32).astype(np.float64)
+    return (elements(q, case.operand) - np.repeat(zero, case.group_size, axis=0)).astype(np.float32).astype(np.float64)
 
 
 @pytest.mark.parametrize("scales", [(1e-30,), (1e30,), (1e-30, 1.0, 1e30)], ids=str)
@@ -290,7 +302,9 @@ def test_sums_of_extreme_scales(case: Case) -> None:
     q, _ = case.every_code()
     sizes = np.asarray((1e-30, 1.0, 1e30), np.float32)[np.indices(q.scale.shape).sum(0) % 3]
     q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * sizes).astype(case.scale_dtype))
-    weight = elements(q) * np.repeat(np.asarray(q.scale.astype(jnp.float32), np.float64), case.group_size, axis=0)
+    weight = elements(q, case.operand) * np.repeat(
+        np.asarray(q.scale.astype(jnp.float32), np.float64), case.group_size, axis=0
+    )
     x, packed = integers(case, 2, 6), prepack(q)
     sums = x @ weight
     step = 2.0**-8 if case.out_dtype == "bfloat16" else 2.0**-20

@@ -73,7 +73,7 @@ def random_case(seed: int) -> tuple[Case, Config]:
     k = group * int(rng.integers(1, 7)) if group else int(rng.choice([1, 2, 7, 63, 64, 65, 130, 300]))
     features, rows = (int(rng.choice(sizes)) for sizes in ([1, 3, 64, 65, 127, 200], [1, 2, 5, 6, 9, 24, 25, 61]))
     types = (str(rng.choice(each)) for each in (SCALE_DTYPES, X_DTYPES, OUT_DTYPES))
-    case = Case(rows, k, features, name, group or k, zero, *types)
+    case = Case(rows, k, features, name, group or k, zero, *types, channel=bool(rng.integers(2)))
     most = min(case.problem.k_tiles, 4)
     return case, Config(int(rng.integers(1, most + 1)), int(rng.choice([1, 7, 24, 30, 64])))
 
@@ -199,11 +199,16 @@ def test_other_operands_are_refused() -> None:
         ((x, words.view(np.int32), scale, zero), "expected U32 but got S32"),
         ((x[0], words, scale, zero), "expected 2 but got 1"),
         ((x, words, scale, zero[:, :1]), "do not fit"),
-        ((x, words, scale, words), "zero points must be the one further operand, of F32"),
-        ((x, words, scale, zero, scale), "zero points must be the one further operand"),
+        ((x, words, scale, words), "zero points and channel scales must be of F32"),
+        ((x, words, scale, zero, scale), "two operands of zero points; accepted: one"),
+        ((x, words, scale, zero, zero, zero), "3 operands after scale; accepted: zero points, channel scales"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             run(SMALL.problem, Config(2, 24), *given)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"channel scales \(2, 3, 64\) and out .* do not fit"):
+        run(SMALL.problem, Config(2, 24), x, words, scale, zero, zero, channels=np.int64(1))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="0 operands after scale"):
+        run(SMALL.problem, Config(2, 24), x, words, scale, channels=np.int64(1))
 
 
 # ---- the family ----------------------------------------------------------------------------------------------------
