@@ -7,6 +7,7 @@ import jax
 from jax import numpy as jnp
 
 from jax_splitk.quantized.array import is_weight
+from jax_splitk.quantized.formats import E8M0
 from jax_splitk.quantized.params import path_of
 
 
@@ -54,7 +55,8 @@ def partition(tree: Any, trainable: str | None = None) -> tuple[Any, Any]:
 
 
 def floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    """Whether an array can be trained: E8M0 has neither signs nor 0."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.name != E8M0
 
 
 def combine(trained: Any, frozen: Any) -> Any:

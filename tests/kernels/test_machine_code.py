@@ -310,7 +310,12 @@ def quantized_products() -> list[Problem]:
     sizes = itertools.cycle(((64, 8192, 3584), (8, 1024, 1024), (256, 8192, 8192), (17, 1088, 333), (4096, 1024, 640)))
     groups = itertools.cycle((64, 32, 128, 0, 64, 16))
     e4m3 = ({"x_dtype": "float8_e4m3fn"}, {"x_dtype": "float8_e4m3fn", "out_dtype": "float16"})
-    kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3))
+    of_bytes = (
+        {"scale_dtype": formats.E8M0},
+        {"scale_dtype": "float8_e4m3fn", "channel_dtype": "float32"},
+        {"scale_dtype": formats.E8M0, "channel_dtype": "float32", "x_dtype": "float8_e4m3fn"},
+    )
+    kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3, *of_bytes))
     found = []
     for (qtype, zero, types), size, group in zip(kinds, sizes, groups, strict=False):
         if zero == "none" or qtype in formats.INTEGERS:
@@ -481,7 +486,8 @@ def test_the_sources_are_few_and_of_every_type() -> None:
     for file in ("quantized/stream.cu", "quantized/tiled.cu"):
         assert values(file, "qtype") == set(FORMATS)
         assert values(file, "x_dtype") == {"bfloat16", "float16", "float8_e4m3fn"}
-        assert values(file, "scale_dtype") == {"bfloat16", "float16", "float32"}
+        assert values(file, "scale_dtype") == set(formats.SCALE_DTYPES)
+        assert values(file, "channel_dtype") == {"none", "float32"}
         assert values(file, "zero_dtype") >= {"none", "bfloat16", "float32"}
 
 

@@ -175,17 +175,20 @@ def test_numpy_activations() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_cotangents(form: str, name: str, zero: str | None, group: int, x_dtype: str, tolerance: float) -> None:
     """The reference is the dequantized product, differentiated by jax in float32."""
-    q, _ = every_code(name, 384, 37, group, zero, "float32")
+    q, _ = every_code(name, 384, 37, group, zero, "float32", channel=group != 64)
     x, g = normals(8, 9, 384, dtype=x_dtype), normals(9, 9, 37, dtype=x_dtype)
 
-    def ours(x: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-        return quantized_matmul(x, FORMS[form](dataclasses.replace(q, scale=scale, zero_point=zero_point)))
+    def ours(x: jax.Array, *parts: Any) -> jax.Array:
+        scale, zero_point, channel_scale = parts
+        leaves = {"scale": scale, "zero_point": zero_point, "channel_scale": channel_scale}
+        return quantized_matmul(x, FORMS[form](dataclasses.replace(q, **leaves)))
 
-    def reference(x: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-        weight = dequantize(dataclasses.replace(q, scale=scale, zero_point=zero_point), jnp.float32)
-        return jnp.dot(x, weight, precision="highest")
+    def reference(x: jax.Array, *parts: Any) -> jax.Array:
+        scale, zero_point, channel_scale = parts
+        leaves = {"scale": scale, "zero_point": zero_point, "channel_scale": channel_scale}
+        return jnp.dot(x, dequantize(dataclasses.replace(q, **leaves), jnp.float32), precision="highest")
 
-    operands = (x, q.scale, q.zero_point)
+    operands = (x, q.scale, q.zero_point, q.channel_scale)
     out, pullback = jax.vjp(jax.jit(ours), *operands)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), operands)
     exact, exact_pullback = jax.vjp(reference, *wide)
@@ -210,6 +213,23 @@ def test_integer_leaves_have_float0_cotangents(form: str) -> None:
         assert grad.dtype == (leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jax.dtypes.float0)
     assert np.any(np.asarray(grads.scale))
     assert grads.zero_point.dtype == jax.dtypes.float0 or not np.any(np.asarray(grads.zero_point))
+
+
+@pytest.mark.parametrize("scale_dtype", ["float8_e8m0fnu", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_a_byte_are_constants(form: str, scale_dtype: str) -> None:
+    """The gradients of x and of the channel scales are those of the dequantized product."""
+    q, values = every_code("float4_e2m1fn", 128, 37, 32, None, scale_dtype, channel=True)
+    x, weight = normals(12, 5, 128), FORMS[form](q)
+    assert relative(jax.jit(quantized_matmul)(x, weight), np.asarray(x, np.float64) @ values) < 1e-6
+    (d_x,) = jax.vjp(lambda x: quantized_matmul(x, weight), x)[1](jnp.ones((5, 37)))
+    assert relative(d_x, np.broadcast_to(values.sum(1), (5, 128))) < 1e-5
+    grads = jax.grad(lambda w: quantized_matmul(x, w).sum(), allow_int=True)(weight)
+    d_channel = unpack(dataclasses.replace(weight, channel_scale=grads.channel_scale)) if form == "packed" else grads
+    expected = (np.asarray(x, np.float64).sum(0) @ values) / np.asarray(q.channel_scale, np.float64)
+    assert relative(d_channel.channel_scale, expected) < 1e-5
+    if scale_dtype == "float8_e4m3fn":  # E8M0 has no 0
+        assert not np.any(np.asarray(grads.scale, np.float32))
 
 
 def test_padding_gets_no_cotangent() -> None:
