@@ -29,9 +29,11 @@ from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam
 
 _FOLDER = pathlib.Path(__file__).parent
 _HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", "async.h", "launch.h")
-_RUNTIME = ("counters.cc", "threads.cc", "memory.cc", "cute.cc", "launch.cc")
+_RUNTIME = ("state.h", "counters.cc", "threads.cc", "memory.cc", "cute.cc", "launch.cc")
 # Each library keeps its own variables, even if another library has variables of the same name.
-_OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
+_OPTIONS = ("-std=c++20", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
+# The shared code runs often and is built once; a kernel's own is built for each set of macros.
+_SHARED_CODE, _KERNELS = (*_OPTIONS, "-O3", "-shared", "-x", "c++"), (*_OPTIONS, "-Og")
 # The folder that all processes of a run share (tests/conftest.py); not that of a test with a cache of its own.
 _SHARED = os.environ.get("JAX_SPLITK_CACHE_DIR")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
@@ -199,22 +201,18 @@ def _built(name: str, suffix: str, text: str, options: Sequence[str]) -> pathlib
     return built
 
 
-def _with(header: pathlib.Path) -> list[str]:
-    """The options that make a library of a text that follows a precompiled header."""
-    return [*_OPTIONS, "-shared", "-include", str(header), "-x", "c++"]
-
-
 @functools.cache
 def _runtime() -> tuple[pathlib.Path, pathlib.Path]:
     """The stand-ins' header, and the library of the code that all kernels share."""
     stand_ins, code = ("\n".join((_FOLDER / name).read_text() for name in names) for names in (_HEADERS, _RUNTIME))
-    header = _built("stand_ins", ".h.gch", stand_ins, [*_OPTIONS, "-x", "c++-header"]).with_suffix("")
-    return header, _built("runtime", ".so", code, _with(header))
+    header = _built("stand_ins", ".h.gch", stand_ins, [*_KERNELS, "-x", "c++-header"]).with_suffix("")
+    return header, _built("runtime", ".so", f"{stand_ins}\n{code}", _SHARED_CODE)
 
 
 def _compiled(plan: DevicePlan) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """The runtime, whose functions the kernels call, and the plan's kernels."""
     header, runtime = _runtime()
     macros = (f"-D{name}={value}" for name, value in plan.source.defines)
-    kernels = _built(pathlib.Path(plan.source.file).stem, ".so", _text(plan), [*macros, *_with(header)])
+    options = [*macros, *_KERNELS, "-shared", "-include", str(header), "-x", "c++"]
+    kernels = _built(pathlib.Path(plan.source.file).stem, ".so", _text(plan), options)
     return ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL), ctypes.CDLL(str(kernels))

@@ -46,8 +46,8 @@ inline void sync_threads() {
   emulator::sync(100 + BARRIER, THREADS, "sync_threads");
 }
 
-inline uint32_t elect_one() { return emulator::self->number % 32 == 0; }
-inline uint32_t block_rank_in_cluster() { return emulator::self->block->rank; }
+inline uint32_t elect_one() { return emulator::lane() == 0; }
+inline uint32_t block_rank_in_cluster() { return emulator::block_rank(); }
 inline uint32_t set_block_rank(uint32_t address, uint32_t rank) { return emulator::in_block(address, rank); }
 
 inline void cluster_arrive() { emulator::cluster_arrive(); }
@@ -78,7 +78,7 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 enum Eviction : uint64_t { EVICT_NORMAL, EVICT_FIRST, EVICT_LAST };
-inline void fence_async_shared() { ++emulator::self->fences; }
+inline void fence_async_shared() { emulator::fence_shared(); }
 inline void loads_done() { fence_async_shared(); }
 
 inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {

@@ -1,7 +1,6 @@
 // CUDA's additions to C++: qualifiers, indices, vectors, 16- and 8-bit numbers, functions of warps and blocks.
 
 #include <cmath>
-#include <type_traits>
 
 using std::isfinite, std::isinf, std::isnan;
 
@@ -16,8 +15,8 @@ using std::isfinite, std::isinf, std::isnan;
 #define __align__(n) alignas(n)
 #define __restrict__
 
-#define threadIdx (emulator::self->index)
-#define blockIdx (emulator::self->block->index)
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block_index())
 #define gridDim (emulator::grid)
 #define blockDim (emulator::block_size)
 
@@ -137,16 +136,16 @@ inline T __shfl_sync(unsigned mask, T value, int lane, int = 32) {
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int = 32) {
-  return emulator::from_lane(mask, value, emulator::self->number % 32 ^ lanes, "__shfl_xor_sync");
+  return emulator::from_lane(mask, value, emulator::lane() ^ lanes, "__shfl_xor_sync");
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, int lanes, int = 32) {
-  const int lane = emulator::self->number % 32;
+  const int lane = emulator::lane();
   return emulator::from_lane(mask, value, lane < lanes ? lane : lane - lanes, "__shfl_up_sync");
 }
 template <class T>
 inline T __shfl_down_sync(unsigned mask, T value, int lanes, int = 32) {
-  const int lane = emulator::self->number % 32;
+  const int lane = emulator::lane();
   return emulator::from_lane(mask, value, lane + lanes < 32 ? lane + lanes : lane, "__shfl_down_sync");
 }
 inline unsigned __ballot_sync(unsigned mask, bool vote) {

@@ -29,10 +29,10 @@ float element(uint64_t descriptor, bool mn_innermost, int mn, int k) {
 template <class Element>
 void multiply(Product* const* threads, const Shape& shape) {
   constexpr int K = 32 / sizeof(Element), WORD = 4 / sizeof(Element);
-  static thread_local float a[64][K], b[256][K];
+  static thread_local float a[64][K], b[K][256], sums[64][256];
   if (shape.k != K) fail("a WGMMA of another depth than its elements'");
   for (int n = 0; n < shape.n; ++n)
-    for (int k = 0; k < K; ++k) b[n][k] = element<Element>(threads[0]->b, shape.b_mn, n, k);
+    for (int k = 0; k < K; ++k) b[k][n] = element<Element>(threads[0]->b, shape.b_mn, n, k);
   for (int row = 0; row < 64; ++row)
     for (int k = 0; k < K; ++k) {
       if (shape.registers) {  // lane l of warp w has rows l/4 and l/4 + 8 of its 16, 4 bytes at l%4 and 16 on
@@ -45,6 +45,10 @@ void multiply(Product* const* threads, const Shape& shape) {
         a[row][k] = element<Element>(threads[0]->a, shape.a_mn, row, k);
       }
     }
+  std::memset(sums, 0, sizeof(sums));
+  for (int row = 0; row < 64; ++row)
+    for (int k = 0; k < K; ++k)
+      for (int n = 0; n < shape.n; ++n) sums[row][n] += a[row][k] * b[k][n];
   for (int thread = 0; thread < 128; ++thread) {
     Product& product = *threads[thread];
     if (product.shape != &shape) fail("threads of a warpgroup with different WGMMAs");
@@ -53,9 +57,7 @@ void multiply(Product* const* threads, const Shape& shape) {
     }
     for (int i = 0; i < shape.n / 2; ++i) {
       const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + thread % 4 * 2 + i % 2;
-      float sum = 0;
-      for (int k = 0; k < K; ++k) sum += a[row][k] * b[n][k];
-      product.sums[i] = (product.zero ? 0.f : product.sums[i]) + sum;
+      product.sums[i] = (product.zero ? 0.f : product.sums[i]) + sums[row][n];
     }
   }
 }
@@ -71,8 +73,13 @@ void multiply(Product* const* threads) {
   }
 }
 
-std::vector<Product>& open_batch() {
-  return self->block->warpgroups[self->number / 128].open[self->number % 128];
+void enqueue(uint64_t a, uint64_t b, const uint32_t* registers, const Shape& shape, const void* const* places) {
+  Product product = {a, b};
+  if (registers != nullptr) std::copy(registers, registers + 4, product.registers);
+  product.sums = static_cast<float*>(const_cast<void*>(places[0]));
+  product.zero = *static_cast<const cute::SM90::GMMA::ScaleOut*>(places[shape.n / 2]) == cute::SM90::GMMA::ScaleOut::Zero;
+  product.shape = &shape;
+  self->block->warpgroups[self->number / 128].open[self->number % 128].push_back(product);
 }
 
 void commit_batch() {
@@ -106,7 +113,7 @@ void wait_batches(size_t pending) {
       }
       multiply(all);
     }
-    for (auto& batches : group.committed) batches.pop_front();
+    for (auto& batches : group.committed) batches.erase(batches.begin());
   }
 }
 

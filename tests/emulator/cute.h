@@ -11,8 +11,8 @@ struct Shape {
   bool registers, a_mn, b_mn;
 };
 
-// The running thread's products that are in no batch yet.
-std::vector<Product>& open_batch();
+// A product of the running thread, in no batch yet. At `places` are the sums, one after the other, and ScaleOut.
+void enqueue(uint64_t a, uint64_t b, const uint32_t* registers, const Shape& shape, const void* const* places);
 void commit_batch();
 // A batch is multiplied only when the kernel waits for it: its operands must stay until then.
 void wait_batches(size_t pending);
@@ -41,22 +41,18 @@ template <int N, int K, emulator::Kind KIND, bool REGISTERS, Major A, Major B>
 struct Mma {
   static constexpr emulator::Shape SHAPE = {N, K, KIND, REGISTERS, A == Major::MN, B == Major::MN};
 
-  // The address of its first sum, which the others follow, and that of their initial values.
-  static void enqueue(emulator::Product product, const void* const (&rest)[N / 2 + 1]) {
-    product.sums = static_cast<float*>(const_cast<void*>(rest[0]));
-    product.zero = *static_cast<const ScaleOut*>(rest[N / 2]) == ScaleOut::Zero, product.shape = &SHAPE;
-    emulator::open_batch().push_back(product);
-  }
-
   template <class... Rest>
   static void fma(uint64_t a, uint64_t b, Rest&&... rest) {
-    static_assert(!REGISTERS);
-    enqueue({a, b}, {&rest...});
+    static_assert(!REGISTERS && sizeof...(Rest) == N / 2 + 1);
+    const void* const places[] = {&rest...};
+    emulator::enqueue(a, b, nullptr, SHAPE, places);
   }
   template <class... Rest>
   static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, Rest&&... rest) {
-    static_assert(REGISTERS);
-    enqueue({0, b, {a0, a1, a2, a3}}, {&rest...});
+    static_assert(REGISTERS && sizeof...(Rest) == N / 2 + 1);
+    const uint32_t registers[] = {a0, a1, a2, a3};
+    const void* const places[] = {&rest...};
+    emulator::enqueue(0, b, registers, SHAPE, places);
   }
 };
 

@@ -15,6 +15,38 @@ void check_buffers(const void* from, int bytes) {
   fail("__ldg outside of the buffers");
 }
 
+Block& block_at(uint32_t address) {
+  const uint32_t rank = address >> 24;
+  Block& own = *self->block;
+  if (rank > own.cluster->blocks.size()) fail("an address in a block that the cluster does not have");
+  return rank == 0 ? own : own.cluster->blocks[rank - 1];
+}
+uint8_t* pointer(uint32_t address, size_t alignment) {
+  if (address % alignment) {
+    fail("shared memory at " + std::to_string(address) + ": not a multiple of " + std::to_string(alignment));
+  }
+  return block_at(address).window + (int64_t(address & OFFSET) - WINDOW_AT);
+}
+uint32_t address(const void* p) {
+  const int64_t offset = static_cast<const uint8_t*>(p) - self->block->window + WINDOW_AT;
+  if (offset <= 0 || offset > OFFSET) fail("a pointer that is not to shared memory");
+  return offset;
+}
+
+void Barrier::advance() {
+  if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
+}
+void Barrier::arrive() {
+  if (pending == 0) fail("an arrival too many at a barrier");
+  --pending;
+  advance();
+}
+void Barrier::complete(int count) { bytes -= count, advance(); }
+void wait_phase(Barrier& barrier, uint32_t phase, const char* what) {
+  wait_until(what, [&barrier, phase] { return barrier.phase != (phase & 1); });
+}
+
+void fence_shared() { ++self->fences; }
 void note_read(uint32_t address) {
   constexpr size_t PLACES = 1 << 14;
   std::vector<Reader>& readers = block_at(address).readers;
@@ -43,7 +75,7 @@ void commit_copies() {
 }
 void wait_copies(size_t pending) {
   auto& groups = self->groups;
-  for (; groups.size() > pending; groups.pop_front()) {
+  for (; groups.size() > pending; groups.erase(groups.begin())) {
     for (auto& copy : groups.front()) copy();
   }
 }

@@ -7,29 +7,16 @@ namespace emulator {
 
 constexpr uint32_t WINDOW_AT = 1 << 23, OFFSET = (1 << 24) - 1;
 
-inline Block& block_at(uint32_t address) {
-  const uint32_t rank = address >> 24;
-  Block& own = *self->block;
-  if (rank > own.cluster->blocks.size()) fail("an address in a block that the cluster does not have");
-  return rank == 0 ? own : own.cluster->blocks[rank - 1];
-}
-inline uint8_t* pointer(uint32_t address) {
-  return block_at(address).window + (int64_t(address & OFFSET) - WINDOW_AT);
-}
+uint8_t* pointer(uint32_t address, size_t alignment = 1);
 template <class T>
 T* pointer(uint32_t address) {
-  if (address % sizeof(T)) fail("shared memory at " + std::to_string(address) + ": not a multiple of " + std::to_string(sizeof(T)));
-  return reinterpret_cast<T*>(pointer(address));
+  return reinterpret_cast<T*>(pointer(address, sizeof(T)));
 }
-inline uint32_t address(const void* p) {
-  const int64_t offset = static_cast<const uint8_t*>(p) - self->block->window + WINDOW_AT;
-  if (offset <= 0 || offset > OFFSET) fail("a pointer that is not to shared memory");
-  return offset;
-}
+uint32_t address(const void* p);
 // Records that this thread loads up to 16 bytes from there.
 void note_read(uint32_t address);
 // Loads may still be under way when their thread arrives at a barrier: only a fence keeps a copy behind them.
-void check_read(const Block& block, uint32_t to, int bytes);
+void fence_shared();
 inline uint32_t in_block(uint32_t address, uint32_t rank) { return (address & OFFSET) | (rank + 1) << 24; }
 
 // ---- barriers ----------------------------------------------------------------------------------------------
@@ -38,25 +25,17 @@ struct Barrier {
   int32_t bytes;  // announced bytes that have not arrived
   uint32_t phase : 1, expected : 15, pending : 16;
 
-  void advance() {
-    if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
-  }
-  void arrive() {
-    if (pending == 0) fail("an arrival too many at a barrier");
-    --pending;
-    advance();
-  }
+  void advance();
+  void arrive();
   void expect(int count) { bytes += count; }
-  void complete(int count) { bytes -= count, advance(); }
+  void complete(int count);
 };
 static_assert(sizeof(Barrier) == 8);
 
 inline Barrier& barrier(uint32_t address) { return *pointer<Barrier>(address); }
 
 // Waits until the phase of that parity is complete. `what` names the wait in errors.
-inline void wait_phase(Barrier& barrier, uint32_t phase, const char* what) {
-  wait_until(what, [&barrier, phase] { return barrier.phase != (phase & 1); });
-}
+void wait_phase(Barrier& barrier, uint32_t phase, const char* what);
 
 // ---- copies ------------------------------------------------------------------------------------------------
 
@@ -82,6 +61,6 @@ void store_box(const void* map, int rank, const void* from, const int32_t* at);
 // Copies from the origin of a window, the channel's coordinate first; `offsets` are within the window.
 void load_window(const void* map, int rank, uint64_t* full, const void* to, const int32_t* at, const int32_t* offsets);
 
-inline uint32_t own_mask() { return 1u << self->block->rank; }
+inline uint32_t own_mask() { return 1u << block_rank(); }
 
 }  // namespace emulator

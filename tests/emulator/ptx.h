@@ -8,7 +8,7 @@ namespace emulator {
 // Words of the 8x8 matrices of 16-bit elements that the lanes' addresses name, COUNT of them.
 template <bool TRANSPOSED, int COUNT>
 void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
-  const int lane = self->number % 32;
+  const int lane = emulator::lane();
   const auto addresses = exchange(~0u, {address}, "ldmatrix");
   if (lane == 0) count_matrices("ldmatrix.shared", COUNT, addresses, site);
   if (lane < 8 * COUNT) note_read(address);
@@ -25,7 +25,7 @@ void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
 // COUNT matrices.
 template <bool TRANSPOSED, int COUNT>
 void store_matrices(uint32_t address, const uint32_t (&v)[COUNT], const Site& site) {
-  const int lane = self->number % 32;
+  const int lane = emulator::lane();
   const auto given = exchange(~0u, {address, v[0], v[1], v[COUNT - 2], v[COUNT - 1]}, "stmatrix");
   if (lane == 0) count_matrices("stmatrix.shared", COUNT, given, site);
   // Each lane stores the row at its address.
@@ -98,7 +98,7 @@ namespace emulator {
 // d += a * b for 16xK and Kx8 elements, by a warp. For every 8 of K a lane has two registers of a and one of b.
 template <class Element, int K>
 void mma(float (&d)[4], const uint32_t (&a)[K / 4], const uint32_t (&b)[K / 8]) {
-  const int lane = self->number % 32;
+  const int lane = emulator::lane();
   const auto given = exchange(~0u, {a[0], a[1], a[K / 4 - 2], a[K / 4 - 1], b[0], b[K / 8 - 1]}, "mma");
   const auto half = [](uint32_t word, int i) { return float(bits_as<Element>(uint16_t(word >> 16 * i))); };
   for (int i = 0; i < 4; ++i) {

@@ -16,7 +16,8 @@ thread_local Fiber* self;
 
 // The state of a running cluster.
 struct Running : Cluster {
-  const Run* run;
+  const Kernel* kernel;
+  void* const* values;
   std::mutex turn;
   long progress = 0;
   std::string error;
@@ -46,11 +47,27 @@ std::string name(const Fiber& f) {
          ", " + std::to_string(b.z) + ")";
 }
 
+const Dim& thread_index() { return self->index; }
+const Dim& block_index() { return self->block->index; }
+int thread_number() { return self->number; }
+int block_rank() { return self->block->rank; }
+
+// Unlike swapcontext, jumps between stacks need no system call.
+void leave(Fiber* fiber) {
+  if (_setjmp(fiber->place) == 0) _longjmp(fiber->block->scheduler, 1);
+}
+void enter(Fiber* fiber) {
+  if (_setjmp(fiber->block->scheduler) != 0) return;
+  if (fiber->entered) _longjmp(fiber->place, 1);
+  fiber->entered = true;
+  setcontext(&fiber->entry);
+}
+
 void wait_until(const char* what, bool (*ready)(const void*), const void* on) {
   if (ready(on)) return;
   Fiber* fiber = self;
   fiber->ready = ready, fiber->on = on, fiber->what = what;
-  swapcontext(&fiber->context, &fiber->block->scheduler);
+  leave(fiber);
 }
 
 void later(std::function<void()> work) { self->block->background.push_back(std::move(work)); }
@@ -61,10 +78,11 @@ void later(std::function<void()> work) { self->block->background.push_back(std::
   if (fiber != nullptr) {
     running(*fiber->block).fail(name(*fiber) + ": " + text);
     fiber->ready = [](const void*) { return false; };
-    for (;;) swapcontext(&fiber->context, &fiber->block->scheduler);
+    for (;;) leave(fiber);
   }
   throw std::runtime_error(text);
 }
+[[noreturn]] void fail(const char* text) { fail(std::string(text)); }
 
 void meet(Meeting& meeting, const char* what, const std::function<int()>& expected) {
   const unsigned since = meeting.generation;
@@ -74,13 +92,14 @@ void meet(Meeting& meeting, const char* what, const std::function<int()>& expect
 
 void start() {
   Fiber* fiber = self;
-  running(*fiber->block).run->kernel();
-  Cluster* cluster = fiber->block->cluster;
+  Running* cluster = &running(*fiber->block);
+  cluster->kernel->call(cluster->kernel->function, cluster->values);
   fiber->done = true;
   --fiber->block->live, --cluster->live;
+  fiber->block->lanes[fiber->number / 32] &= ~(1u << fiber->number % 32);
   // A meeting counts only threads that have not ended, among those that have come and those that must come.
   if (fiber->cluster_since == cluster->meeting.generation) --cluster->meeting.arrived;
-  for (;;) swapcontext(&fiber->context, &fiber->block->scheduler);
+  for (;;) leave(fiber);
 }
 
 std::vector<void*>& stacks() {
@@ -98,7 +117,7 @@ bool run_fibers(Block& block, Order& order, bool late) {
     if (fiber.done || (fiber.ready != nullptr && !fiber.ready(fiber.on))) continue;
     fiber.ready = nullptr;
     self = &fiber;
-    swapcontext(&block.scheduler, &fiber.context);
+    enter(&fiber);
     self = nullptr;
     moved = true;
   }
@@ -122,7 +141,7 @@ void run_block(Block& block, unsigned seed) {
   Running& cluster = running(block);
   std::unique_lock<std::mutex> turn(cluster.turn);
   Order order(seed, (block.fibers.size() + 31) / 32);
-  block.window = cluster.run->window();
+  block.window = cluster.kernel->window();
   std::memset(block.window, 0xff, WINDOW);  // NaN
   Counter counter;
   block.counter = &counter;
@@ -133,11 +152,11 @@ void run_block(Block& block, unsigned seed) {
     }
     used.push_back(stacks().back());
     stacks().pop_back();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = used.back();
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, start, 0);
+    getcontext(&fiber.entry);
+    fiber.entry.uc_stack.ss_sp = used.back();
+    fiber.entry.uc_stack.ss_size = STACK;
+    fiber.entry.uc_link = nullptr;
+    makecontext(&fiber.entry, start, 0);
   }
   // All blocks' shared memory exists before any block runs.
   for (;;) {
@@ -181,15 +200,8 @@ const uint32_t (*exchange(uint32_t mask, const uint32_t* mine, int count, const 
   const unsigned since = e.generation;
   for (int i = 0; i < count; ++i) e.words[since % 2][lane][i] = mine[i];
   ++e.arrived;
-  Block* block = self->block;
-  wait_until(what, [&e, since, mask, warp, block] {
-    int expected = 0;  // threads that have ended do not come
-    for (int i = 0; i < 32; ++i) {
-      const size_t number = 32 * warp + i;
-      if (mask >> i & 1 && number < block->fibers.size() && !block->fibers[number].done) ++expected;
-    }
-    return e.is_over(since, expected);
-  });
+  const uint32_t& lanes = self->block->lanes[warp];
+  wait_until(what, [&e, since, mask, &lanes] { return e.is_over(since, __builtin_popcount(mask & lanes)); });
   if (mask == ~0u) count_meeting();
   return e.words[since % 2];
 }
@@ -213,17 +225,26 @@ void cluster_wait() {
   wait_until("cluster_wait", [=] { return cluster->meeting.is_over(since, cluster->live); });
 }
 
-// Runs all blocks of a grid. Returns the error, or "".
-std::string run_grid(const Run& run) {
-  grid = run.grid, block_size = run.block;
-  const Dim block = run.block, cluster_size = run.cluster;
-  unsigned seed = run.seed;
+// What is wrong with the sizes of a plan's parameters, or "".
+std::string check_parameters(const Kernel& kernel, const int* bytes, int count) {
+  if (count != kernel.parameters) return "the kernel has other parameters than the plan";
+  for (int i = 0; i < count; ++i) {
+    if (kernel.wanted[i] > bytes[i] || kernel.wanted[i] + 8 <= bytes[i]) {
+      return "parameter " + std::to_string(i) + ": " + std::to_string(bytes[i]) + " bytes in the plan, " +
+             std::to_string(kernel.wanted[i]) + " in the kernel";
+    }
+  }
+  return "";
+}
+
+std::string run_blocks(const Kernel& kernel, void* const* values, const Dim& cluster_size, unsigned seed) {
+  const Dim block = block_size;
   const int threads = block.x * block.y * block.z, blocks = cluster_size.x * cluster_size.y * cluster_size.z;
   for (unsigned z = 0; z < grid.z; z += cluster_size.z)
     for (unsigned y = 0; y < grid.y; y += cluster_size.y)
       for (unsigned x = 0; x < grid.x; x += cluster_size.x) {
         Running cluster;
-        cluster.run = &run;
+        cluster.kernel = &kernel, cluster.values = values;
         cluster.live = threads * blocks;
         cluster.blocks.resize(blocks);
         for (int rank = 0; rank < blocks; ++rank) {
@@ -232,11 +253,13 @@ std::string run_grid(const Run& run) {
           b.index = {x + rank % cluster_size.x, y + row % cluster_size.y, z + row / cluster_size.y};
           b.rank = rank, b.cluster = &cluster, b.live = threads;
           b.fibers.resize(threads);
+          b.lanes.resize((threads + 31) / 32);
           b.warpgroups.resize((threads + 127) / 128);
           for (int i = 0; i < threads; ++i) {
             Fiber& f = b.fibers[i];
             f.index = {i % block.x, i / block.x % block.y, i / block.x / block.y};
             f.number = i, f.block = &b;
+            b.lanes[i / 32] |= 1u << i % 32;
           }
         }
         // Each block runs in a system thread of its own, since thread-local storage holds a block's own variables.
@@ -249,6 +272,13 @@ std::string run_grid(const Run& run) {
         seed += blocks;
       }
   return "";
+}
+
+const char* run_grid(const Kernel& kernel, const unsigned* sizes, void* const* values, const int* bytes, int count,
+                     unsigned seed) {
+  grid = {sizes[0], sizes[1], sizes[2]}, block_size = {sizes[3], sizes[4], sizes[5]};
+  const std::string error = check_parameters(kernel, bytes, count);
+  return said(error.empty() ? run_blocks(kernel, values, {sizes[6], sizes[7], sizes[8]}, seed) : error);
 }
 
 }  // namespace emulator
