@@ -5,8 +5,9 @@ VENV ?= .venv/$(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_inf
 BIN = $(VENV)/bin
 SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 
-# A process for each core, of a few: each compiles for itself and imports jax.
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8
+# A process for each core, of a few: each compiles for itself and imports jax. Each takes a contiguous part of the
+# tests, so that a file's tests share what they have compiled; one that is done takes half of another's rest.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo demo-quantized test test-all docs notebooks package release lint bench clean python
 

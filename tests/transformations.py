@@ -105,20 +105,24 @@ def _quantized() -> Iterator[tuple[str, Operation]]:
     yield "quantized_matmul", Operation(ours, theirs, ((3, k), groups, groups))
     packed = lambda x, scale: jax_splitk.quantized_matmul(x, jax_splitk.prepack(array(scale)))  # noqa: E731
     yield "quantized_matmul-packed", Operation(packed, theirs, ((3, k), groups))
-    ones, back = jnp.ones(groups), jax_splitk.prepack(array(jnp.ones((1, k)), of=elements.T))
-    paired = lambda x: jax_splitk.quantized_matmul(x, jax_splitk.prepack(array(ones)), transposed=back)  # noqa: E731
-    yield "quantized_matmul-transposed", Operation(paired, lambda x: theirs(x, ones), ((3, k),))
+
+    def paired(x: jax.Array) -> jax.Array:
+        weight, back = array(jnp.ones(groups)), array(jnp.ones((1, k)), of=elements.T)
+        return jax_splitk.quantized_matmul(x, jax_splitk.prepack(weight), transposed=jax_splitk.prepack(back))
+
+    yield "quantized_matmul-transposed", Operation(paired, lambda x: theirs(x, jnp.ones(groups)), ((3, k),))
 
 
 def _grouped_products() -> Iterator[tuple[str, Operation]]:
     """Six rows of four groups, of which one is empty, one has two rows and the last row is in none."""
-    sizes, member = jnp.array([1, 2, 0, 2]), jax.nn.one_hot(jnp.array([0, 1, 1, 3, 3, -1]), 4)
+    sizes = np.array([1, 2, 0, 2], np.int32)
+    member = (np.array([0, 1, 1, 3, 3, -1])[:, None] == np.arange(4)).astype(np.float32)
     contraction = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     transposed = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     batched = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
     forward = lambda x, w: jnp.einsum("mg,mk,gkn->mn", member, x, w)  # noqa: E731
     yield "ragged_dot", Operation(lambda x, w: jax_splitk.ragged_dot(x, w, sizes), forward, ((6, 3), (4, 3, 2)))
-    offset = lambda x, w: jax_splitk.ragged_dot(x, w, sizes, group_offset=jnp.array([1]))  # noqa: E731
+    offset = lambda x, w: jax_splitk.ragged_dot(x, w, sizes, group_offset=np.array([1], np.int32))  # noqa: E731
     some = lambda x, w: jnp.einsum("mg,mk,gkn->mn", member[:, 1:3], x, w)  # noqa: E731
     yield "ragged_dot-offset", Operation(offset, some, ((6, 3), (2, 3, 2)))
     general = jax_splitk.ragged_dot_general

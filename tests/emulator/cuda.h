@@ -148,12 +148,7 @@ inline T __shfl_down_sync(unsigned mask, T value, int lanes, int = 32) {
   const int lane = emulator::lane();
   return emulator::from_lane(mask, value, lane + lanes < 32 ? lane + lanes : lane, "__shfl_down_sync");
 }
-inline unsigned __ballot_sync(unsigned mask, bool vote) {
-  const auto votes = emulator::exchange(mask, {uint32_t(vote)}, "__ballot_sync");
-  unsigned all = 0;
-  for (int i = 0; i < 32; ++i) all |= mask >> i & 1 ? (votes[i][0] & 1) << i : 0;
-  return all;
-}
+inline unsigned __ballot_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote); }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::exchange(mask, {0u}, "__syncwarp"); }

@@ -206,6 +206,13 @@ const uint32_t (*exchange(uint32_t mask, const uint32_t* mine, int count, const 
   return e.words[since % 2];
 }
 
+uint32_t ballot(uint32_t mask, bool vote) {
+  const auto votes = exchange(mask, {uint32_t(vote)}, "__ballot_sync");
+  uint32_t all = 0;
+  for (int i = 0; i < 32; ++i) all |= mask >> i & 1 ? (votes[i][0] & 1) << i : 0;
+  return all;
+}
+
 void sync(int barrier, int threads, const char* what) {
   Block* block = self->block;
   meet(block->barriers[barrier], what, [=] { return threads > 0 ? threads : block->live; });

@@ -40,6 +40,8 @@ const uint32_t (*exchange(uint32_t mask, const uint32_t (&mine)[N], const char* 
   return exchange(mask, mine, N, what);
 }
 
+uint32_t ballot(uint32_t mask, bool vote);
+
 // Waits until `count` threads have come to a barrier of the block; 0: all threads that have not ended.
 void sync(int barrier, int threads, const char* what);
 void arrive(int barrier);

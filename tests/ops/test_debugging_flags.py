@@ -86,7 +86,8 @@ def _quantized() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int
     yield "scales", scaled, (q.scale, x, q.qvalue), 2
 
 
-def _operations() -> dict[str, Operation]:
+@functools.cache
+def operations() -> dict[str, Operation]:
     found: dict[str, Operation] = {}
     for name, function, operands, differentiated in (*_convolutions(), *_products(), *_quantized()):
         found[name] = (function, operands)
@@ -95,32 +96,16 @@ def _operations() -> dict[str, Operation]:
     return found
 
 
-OPERATIONS = _operations()
-
-
-def _flag(name: str, value: Any = True) -> Callable[[], Any]:
-    """A flag of `jax.config`, as a context."""
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        before = getattr(jax.config, name)
-        jax.config.update(name, value)
-        try:
-            yield
-        finally:
-            jax.config.update(name, before)
-
-    return context
-
-
-def _guard(level: str) -> Callable[[], Any]:
-    return functools.partial(jax.transfer_guard, level)
-
-
 @contextlib.contextmanager
-def _nans_and_infs() -> Iterator[None]:
-    with _flag("jax_debug_nans")(), _flag("jax_debug_infs")():
+def _flags(*names: str) -> Iterator[None]:
+    before = {name: getattr(jax.config, name) for name in names}
+    for name in names:
+        jax.config.update(name, True)
+    try:
         yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def _rarely(*values: Any) -> Any:
@@ -129,19 +114,17 @@ def _rarely(*values: Any) -> Any:
 
 @pytest.mark.parametrize("jitted", ["jit", _rarely("eager"), "disable_jit"])
 @pytest.mark.parametrize(("flag", "context"), [
-    ("nans and infs", _nans_and_infs),
-    ("transfers", _guard("disallow")),
-    _rarely("checks", _flag("jax_enable_checks")),
-    _rarely("tracer leaks", _flag("jax_check_tracer_leaks")),
-    _rarely("log", _guard("log")),
-    _rarely("explicit transfers", _guard("disallow_explicit")),
+    ("nans and infs", functools.partial(_flags, "jax_debug_nans", "jax_debug_infs")),
+    # The strictest level: what passes it passes "disallow", and "log" has nothing to say.
+    ("transfers", functools.partial(jax.transfer_guard, "disallow_explicit")),
+    _rarely("checks and tracer leaks", functools.partial(_flags, "jax_enable_checks", "jax_check_tracer_leaks")),
 ])  # fmt: skip
 def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[], Any], jitted: str) -> None:
     failed = {}
     jax.clear_caches()  # constants are met where a function is traced first
     # Under disable_jit JAX transfers the constants of any gradient one by one, which the guard refuses: of lax's, too.
-    own = flag.endswith("transfers") and jitted == "disable_jit"
-    for name, (function, operands) in OPERATIONS.items():
+    own = flag == "transfers" and jitted == "disable_jit"
+    for name, (function, operands) in operations().items():
         if own and name.startswith("gradients"):
             continue
         placed = jax.device_put(operands)
@@ -155,7 +138,7 @@ def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[],
 
 def test_a_users_nan_is_found() -> None:
     """The flags still see the user's NaN."""
-    with _flag("jax_debug_nans")(), pytest.raises(FloatingPointError):
+    with _flags("jax_debug_nans"), pytest.raises(FloatingPointError):
         jax_splitk.dequantize(jax_splitk.quantize(jnp.full((32, 2), jnp.inf), "int8", group_size=32))
 
 

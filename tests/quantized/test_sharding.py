@@ -39,6 +39,7 @@ def integers(*shape: int) -> jax.Array:
     return jnp.asarray(generator(151).integers(-3, 4, shape), jnp.bfloat16)
 
 
+@functools.cache
 def weight(
     *shape: int, axis: Any = None, stack: int = 0, group: int | None = 64, dtype: QType = "int4", **options: Any
 ) -> PackedWeight:
@@ -48,6 +49,11 @@ def weight(
     q = quantize(values, dtype, group_size=group, axis=axis, **options)
     scale = jnp.exp2(jnp.asarray(generator(153).integers(-2, 3, q.scale.shape), jnp.float32))
     return prepack(dataclasses.replace(q, scale=scale), axis=axis, stack=stack, shards=shards)
+
+
+def later(*shape: int, **options: Any) -> Callable[[], PackedWeight]:
+    """A weight that only the test makes: every process of a run reads the parameters of all tests."""
+    return functools.partial(weight, *shape, **options)
 
 
 def specs_of(w: PackedWeight, *spec: Any, **axes: int) -> tuple[P, P]:
@@ -61,35 +67,35 @@ def specs_of(w: PackedWeight, *spec: Any, **axes: int) -> tuple[P, P]:
 
 
 @pytest.mark.parametrize(("w", "spec", "words", "scale"), [
-    (weight(512, 512), (None, "tp"), ("tp", None), ("tp", None)),
-    (weight(512, 512), ("tp", None), (None, "tp"), (None, "tp")),
-    (weight(512, 512), ("tp",), (None, "tp"), (None, "tp")),
-    (weight(512, 512), (("dp", "tp"), None), (None, ("dp", "tp")), (None, ("dp", "tp"))),
-    (weight(512, 512), ("dp", "tp"), ("tp", "dp"), ("tp", "dp")),
-    (weight(512, 512), (), (None, None), (None, None)),
-    (weight(512, 512, group=None), ("tp", None), (None, "tp"), (None, None)),
-    (weight(4, 512, 512, axis=1, stack=1), ("dp", None, "tp"), ("dp", "tp", None), ("dp", "tp", None)),
-    (weight(512, 4, 128, axis=0), (None, "tp", None), ("tp", None), ("tp", None)),
-    (weight(4, 128, 512, axis=(0, 1)), ("tp", None, None), (None, "tp"), (None, "tp")),
-    (weight(512, 256, axis=1), ("tp", None), ("tp", None), ("tp", None)),
-    (weight(1, 256, 256, axis=(0, 1)), (None, "tp"), (None, "tp"), (None, "tp")),
-    (weight(512, 512), (P.UNCONSTRAINED, "tp"), ("tp", P.UNCONSTRAINED), ("tp", P.UNCONSTRAINED)),
+    (later(512, 512), (None, "tp"), ("tp", None), ("tp", None)),
+    (later(512, 512), ("tp", None), (None, "tp"), (None, "tp")),
+    (later(512, 512), ("tp",), (None, "tp"), (None, "tp")),
+    (later(512, 512), (("dp", "tp"), None), (None, ("dp", "tp")), (None, ("dp", "tp"))),
+    (later(512, 512), ("dp", "tp"), ("tp", "dp"), ("tp", "dp")),
+    (later(512, 512), (), (None, None), (None, None)),
+    (later(512, 512, group=None), ("tp", None), (None, "tp"), (None, None)),
+    (later(4, 512, 512, axis=1, stack=1), ("dp", None, "tp"), ("dp", "tp", None), ("dp", "tp", None)),
+    (later(512, 4, 128, axis=0), (None, "tp", None), ("tp", None), ("tp", None)),
+    (later(4, 128, 512, axis=(0, 1)), ("tp", None, None), (None, "tp"), (None, "tp")),
+    (later(512, 256, axis=1), ("tp", None), ("tp", None), ("tp", None)),
+    (later(1, 256, 256, axis=(0, 1)), (None, "tp"), (None, "tp"), (None, "tp")),
+    (later(512, 512), (P.UNCONSTRAINED, "tp"), ("tp", P.UNCONSTRAINED), ("tp", P.UNCONSTRAINED)),
 ])  # fmt: skip
-def test_axes(w: PackedWeight, spec: Any, words: Any, scale: Any) -> None:
-    assert specs_of(w, *spec) == (P(*words), P(*scale))
-    assert specs_of(w, *spec, dp=2, tp=4) == (P(*words), P(*scale))
+def test_axes(w: Callable[[], PackedWeight], spec: Any, words: Any, scale: Any) -> None:
+    assert specs_of(w(), *spec) == (P(*words), P(*scale))
+    assert specs_of(w(), *spec, dp=2, tp=4) == (P(*words), P(*scale))
 
 
 @pytest.mark.parametrize(("w", "spec", "match"), [
-    (weight(512, 512), (None, None, "tp"), r"at most 2 entries"),
-    (weight(4, 128, 512, axis=(0, 1)), (None, "tp"), r"axis 1 .*unless axes 0 before it are divided"),
-    (weight(512, 3, 64, axis=0), (None, None, "tp"), r"axis 2 .*unless axes 1"),
-    (weight(512, 480), (None, "tp"), r"features of .* in 4 parts; accepted: 1 .*with_shards\(\(1, 4\)\)"),
-    (weight(256, 64, group=128), ("tp", None), r"k of .* in 4 parts; accepted: 1, 2 "),
+    (later(512, 512), (None, None, "tp"), r"at most 2 entries"),
+    (later(4, 128, 512, axis=(0, 1)), (None, "tp"), r"axis 1 .*unless axes 0 before it are divided"),
+    (later(512, 3, 64, axis=0), (None, None, "tp"), r"axis 2 .*unless axes 1"),
+    (later(512, 480), (None, "tp"), r"features of .* in 4 parts; accepted: 1 .*with_shards\(\(1, 4\)\)"),
+    (later(256, 64, group=128), ("tp", None), r"k of .* in 4 parts; accepted: 1, 2 "),
 ])  # fmt: skip
-def test_axes_that_cannot_be_divided(w: PackedWeight, spec: Any, match: str) -> None:
+def test_axes_that_cannot_be_divided(w: Callable[[], PackedWeight], spec: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        specs_of(w, *spec, dp=2, tp=4)
+        specs_of(w(), *spec, dp=2, tp=4)
 
 
 def test_an_inner_axis_after_single_elements() -> None:
@@ -257,22 +263,23 @@ def moves_no_weight(found: set[str]) -> bool:
 
 
 PRODUCTS = {
-    "column": (weight(512, 512), (), (None, "tp")),
-    "column, per channel": (weight(512, 512, group=None), (), (None, "tp")),
-    "column, zero points": (weight(512, 512, dtype="uint4", symmetric=False), (), (None, "tp")),
-    "row": (weight(512, 512), (None, "tp"), ("tp", None)),
-    "row, per channel": (weight(512, 512, group=None), (None, "tp"), ("tp", None)),
-    "heads": (weight(512, 8, 64, axis=0), (), (None, "tp", None)),
-    "heads contracted": (weight(8, 64, 512, axis=(0, 1)), (None, "tp"), ("tp",)),
-    "experts": (weight(8, 128, 192, axis=1, stack=1), ("tp",), ("tp",)),
-    "experts in halves": (weight(8, 128, 192, axis=1, stack=1), (("dp", "tp"),), (("dp", "tp"),)),
+    "column": (later(512, 512), (), (None, "tp")),
+    "column, per channel": (later(512, 512, group=None), (), (None, "tp")),
+    "column, zero points": (later(512, 512, dtype="uint4", symmetric=False), (), (None, "tp")),
+    "row": (later(512, 512), (None, "tp"), ("tp", None)),
+    "row, per channel": (later(512, 512, group=None), (None, "tp"), ("tp", None)),
+    "heads": (later(512, 8, 64, axis=0), (), (None, "tp", None)),
+    "heads contracted": (later(8, 64, 512, axis=(0, 1)), (None, "tp"), ("tp",)),
+    "experts": (later(8, 128, 192, axis=1, stack=1), ("tp",), ("tp",)),
+    "experts in halves": (later(8, 128, 192, axis=1, stack=1), (("dp", "tp"),), (("dp", "tp"),)),
 }
 
 
 @pytest.mark.parametrize("kind", ["shardy", "explicit"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_over_devices(kind: str, name: str) -> None:
-    w, x_spec, w_spec = PRODUCTS[name]
+    given, x_spec, w_spec = PRODUCTS[name]
+    w = given()
     x = integers(*w.stack, 6, *(w.dims[i] for i in w.contracted))
     axes = {"dp": 2, "tp": 4} if "halves" in name else {"tp": 8}
     loss = lambda x, w: jnp.sum(jnp.square(wide(x, w)))  # noqa: E731
