@@ -381,7 +381,8 @@ def _quantize(
 def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
     """Turns a quantized array back into a float array.
 
-    Computes (q - zero_point) * (scale * channel_scale) in float32, and rounds to `dtype`. Differentiable with respect to scale, channel scale and a floating zero point.
+    Computes (q - zero_point) * (scale * channel_scale) in float32, and rounds to `dtype`. Differentiable with respect
+    to scale (unless it has a byte), channel scale and a floating zero point.
 
     Args:
       q: a QuantizedArray, a qwix QArray or an AQT QTensor.

@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import pathlib
 import pickle
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
@@ -95,6 +97,24 @@ def test_shardings_divide_channel_scales_with_features() -> None:
     assert (found.scale, found.channel_scale) == (P("e", "f", "k"), P("e", "f", None))
     found = jax_splitk.shardings(plain, P("e", "k", "f"))
     assert (found.scale, found.channel_scale) == (P("e", "k", "f"), P("e", None, "f"))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
+@pytest.mark.parametrize("spec", [P(None, "tp"), P("tp", None)], ids=["columns", "rows"])
+@pytest.mark.parametrize("scale_dtype", [E4M3, E8M0])
+def test_products_over_devices_gather_no_weight(scale_dtype: str, spec: Any) -> None:
+    q = weight(k=256, features=256, scale_dtype=scale_dtype)
+    packed, x = prepack(q), jnp.asarray(np.random.default_rng(2).integers(-2, 3, (5, 256)), jnp.bfloat16)
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    placed = jax.device_put(packed, jax_splitk.shardings(packed, NamedSharding(mesh, spec)))
+    alone = NamedSharding(mesh, P())
+    product = jax.jit(
+        lambda x, w: jax_splitk.quantized_matmul(x, w, preferred_element_type=jnp.float32), out_shardings=alone
+    )
+    text = product.lower(jax.device_put(x, alone), placed).compile().as_text()
+    assert not re.search(r"(u32|f8\w+)\[[^]]*\]\S* all-gather", text)
+    exact = np.asarray(x, np.float64) @ values(q).astype(np.float64)
+    np.testing.assert_allclose(product(x, placed), exact, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("packed", [False, True])
