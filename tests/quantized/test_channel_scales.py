@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
 from jax import numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -136,6 +138,22 @@ def test_files_and_states(packed: bool, scale_dtype: str, tmp_path: pathlib.Path
     exported = jax.export.export(jax.jit(lambda w: w))(tree["up"])
     again = jax.export.deserialize(exported.serialize())
     same(again.call(tree["up"]), tree["up"])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", tree)
+        checkpointer.wait_until_finished()
+        same(checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: tree)), tree)
+        same(jax_splitk.from_state(checkpointer.restore(tmp_path / "orbax")), tree)
+    jax_splitk.register_flax_serialization()
+    same(serialization.from_bytes(tree, serialization.to_bytes(tree)), tree)
+
+
+def test_trees_without_values_keep_their_places() -> None:
+    for w in (weight(), prepack(weight()), quantize(jnp.ones((64, 64)), "int4", group_size=32)):
+        empty = jax.tree.map(lambda _: None, w)
+        leaves = jax.tree.leaves(empty, is_leaf=lambda x: x is None)
+        zero_point = 1  # which these weights do not have
+        assert len(leaves) == len(jax.tree.leaves(w)) + zero_point
+        jax.tree.map(lambda leaf, none: leaf, w, empty, is_leaf=lambda x: x is None)
 
 
 def test_weights_of_earlier_versions_are_read() -> None:
