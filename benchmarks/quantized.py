@@ -30,7 +30,7 @@ from benchmarks.report import H200_BYTES, on_gpu, percent, rate, say
 from jax_splitk import kernels
 from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.quantized_matmul import X_DTYPES
-from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import local_platform, target_for
@@ -347,8 +347,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--x-dtype", choices=X_DTYPES, default="bfloat16", help="of our activation; bfloat16")
     parser.add_argument("--qtype", choices=tuple(FORMATS), default="int4", help="of the weight; int4")
     parser.add_argument(
-        "--group-size", type=int, choices=(0, 32, 64, 128), default=64, help="elements a scale, 0 per channel; 64"
+        "--group-size", type=int, choices=(0, 16, 32, 64, 128), default=64, help="elements a scale, 0 per channel; 64"
     )
+    parser.add_argument("--scale-dtype", choices=SCALE_DTYPES, default="bfloat16", help="of the scales; bfloat16")
     parser.add_argument(
         "--against", nargs="*", choices=tuple(TITLES), default=tuple(TITLES), help="whom to compare with; all"
     )
@@ -382,7 +383,12 @@ def at_least_one(text: str) -> int:
 
 def selected(options: argparse.Namespace) -> list[Case]:
     found = select(
-        options.cases, options.n, x_dtype=options.x_dtype, qtype=options.qtype, group_size=options.group_size or None
+        options.cases,
+        options.n,
+        x_dtype=options.x_dtype,
+        qtype=options.qtype,
+        group_size=options.group_size or None,
+        scale_dtype=options.scale_dtype,
     )
     if not options.quick:
         return found

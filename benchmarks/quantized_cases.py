@@ -70,6 +70,7 @@ def select(
     x_dtype: str = "bfloat16",
     qtype: str = "int4",
     group_size: int | None = 64,
+    scale_dtype: str = "bfloat16",
 ) -> list[Case]:
     """The cases, weight by weight; all of `WEIGHTS` and `ROWS` by default.
 
@@ -77,13 +78,16 @@ def select(
       weights: "FEATURESxK" of any size.
 
     Raises:
-      ValueError: a weight of another form, an unknown format, or a group size that does not exist or does not divide k.
+      ValueError: a weight of another form, an unknown format or dtype of scales, or a group size that does not exist or
+        does not divide k.
     """
     sides = [_sides(text) for text in weights] or list(WEIGHTS)
     if qtype not in FORMATS:
         raise ValueError(f"qtype={qtype!r}; accepted: {', '.join(FORMATS)}")
     cases = [
-        Case(features, k, n, x_dtype, qtype, group_size) for features, k in dict.fromkeys(sides) for n in rows or ROWS
+        Case(features, k, n, x_dtype, qtype, group_size, scale_dtype)
+        for features, k in dict.fromkeys(sides)
+        for n in rows or ROWS
     ]
     for case in cases:
         case.problem().validate()

@@ -379,10 +379,10 @@ def _quantize(
 
 
 def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
-    """Turns a quantized array back into a float array: (q - zero_point) * (scale * channel_scale), in float32, rounded
-    to `dtype`.
+    """Turns a quantized array back into a float array.
 
-    Differentiable with respect to scale, channel scale and a floating zero point.
+    Computes (q - zero_point) * (scale * channel_scale) in float32, and rounds to `dtype`. Differentiable with respect
+    to scale (unless it has a byte), channel scale and a floating zero point.
 
     Args:
       q: a QuantizedArray, a qwix QArray or an AQT QTensor.

@@ -21,6 +21,7 @@ _PACKED = re.compile(
 _PLAIN = re.compile(r"qvalue-(?P<qtype>\w+?)(-zeros_(?P<zero_dtype>\w+))?")
 PACKED, PLAIN = ("words", "scale", "zero_point"), ("qvalue", "scale", "zero_point")
 CHANNEL = "channel_scale"  # the last leaf of a weight that has it; other weights have no place for it in their trees
+_HAS_CHANNEL = "_has_channel"  # an attribute of weights that were made of leaves
 _GUARD = "guard-use-jax_splitk-shardings"  # in JAX's errors
 
 
@@ -68,7 +69,9 @@ def register(cls: Any, names: Sequence[str], static_names: Sequence[str]) -> Any
     def flatten(weight: Any) -> tuple[tuple[Any, ...], Any]:
         fields = weight.__dict__
         leaves, channel = leaves_of(fields), fields[CHANNEL]
-        return (leaves if channel is None else (*leaves, channel)), static_of(fields)
+        # JAX and others put None and other objects in the place of leaves, and then want as many again.
+        has_channel = fields.get(_HAS_CHANNEL, channel is not None)
+        return ((*leaves, channel) if has_channel else leaves), static_of(fields)
 
     def flatten_with_keys(weight: Any) -> Any:
         leaves, static = flatten(weight)
@@ -77,7 +80,8 @@ def register(cls: Any, names: Sequence[str], static_names: Sequence[str]) -> Any
 
     def unflatten(static: Any, leaves: Any) -> Any:
         weight = object.__new__(cls)
-        weight.__dict__[CHANNEL] = leaves[len(names)] if len(leaves) > len(names) else None
+        has_channel = len(leaves) > len(names)
+        weight.__dict__.update({CHANNEL: leaves[-1] if has_channel else None, _HAS_CHANNEL: has_channel})
         weight.__dict__.update(zip(names, leaves[: len(names)], strict=True))
         weight.__dict__.update(zip(static_names, static if len(static_names) > 1 else (static,), strict=True))
         return weight

@@ -29,6 +29,8 @@ def test_cases() -> None:
     )
     (other,) = select(["192x384"], [5], x_dtype="float8_e4m3fn", qtype="nf4", group_size=None)
     assert (other.group, other.out_dtype) == (384, "bfloat16")
+    (bytes_,) = select(["192x384"], [5], qtype="float4_e2m1fn", group_size=32, scale_dtype="float8_e8m0fnu")
+    assert bytes_.problem().scale_dtype == "float8_e8m0fnu"
     for case in found:
         case.shrunk().problem().validate()
 
@@ -37,6 +39,7 @@ def test_cases() -> None:
     (["192"], {}, "case '192'; accepted: FEATURESxK, for instance 28672x8192"),
     (["192x100"], {}, "group_size=64; accepted: a divisor of k=100"),
     (["192x128"], {"qtype": "int5"}, "qtype='int5'; accepted: int4"),
+    (["192x128"], {"scale_dtype": "float8_e5m2"}, "scale_dtype='float8_e5m2'; accepted: 'bfloat16'"),
 ])  # fmt: skip
 def test_cases_that_are_refused(weights: list[str], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

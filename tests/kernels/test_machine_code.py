@@ -20,7 +20,7 @@ from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.cpu.dot import AsWgrad
-from jax_splitk.kernels.quantized import fp8, tiled, tiles
+from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
@@ -467,6 +467,18 @@ def test_sums_with_zero_points_do_not_spill() -> None:
     candidates = tiled.FAMILY.candidates(problem, DEFAULT_CUDA)
     runs = {(run := Run(tiled.FAMILY, problem, config)).plan.source: run for config in candidates}
     check_all(list(runs.values()))
+
+
+@pytest.mark.exhaustive
+def test_few_rows_with_zero_points_do_not_spill() -> None:
+    """The widest x in float16, with two scales of a tile, once spilled."""
+    runs = []
+    for scale, channel in (("bfloat16", "none"), ("float8_e4m3fn", "float32")):
+        types = ("float8_e4m3fn", "bfloat16", "uint4", 32, scale)
+        problem = QuantizedMatmulProblem(64, 8192, 3584, *types, zero_dtype="bfloat16", channel_dtype=channel)
+        found = stream.FAMILY.candidates(problem, DEFAULT_CUDA)
+        runs += [Run(stream.FAMILY, problem, config) for config in found]
+    check_all(list({run.plan.source: run for run in runs}.values()))
 
 
 @pytest.mark.exhaustive

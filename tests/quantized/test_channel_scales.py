@@ -4,12 +4,16 @@ import copy
 import dataclasses
 import pathlib
 import pickle
+import re
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
@@ -97,6 +101,24 @@ def test_shardings_divide_channel_scales_with_features() -> None:
     assert (found.scale, found.channel_scale) == (P("e", "k", "f"), P("e", None, "f"))
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices")
+@pytest.mark.parametrize("spec", [P(None, "tp"), P("tp", None)], ids=["columns", "rows"])
+@pytest.mark.parametrize("scale_dtype", [E4M3, E8M0])
+def test_products_over_devices_gather_no_weight(scale_dtype: str, spec: Any) -> None:
+    q = weight(k=256, features=256, scale_dtype=scale_dtype)
+    packed, x = prepack(q), jnp.asarray(np.random.default_rng(2).integers(-2, 3, (5, 256)), jnp.bfloat16)
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    placed = jax.device_put(packed, jax_splitk.shardings(packed, NamedSharding(mesh, spec)))
+    alone = NamedSharding(mesh, P())
+    product = jax.jit(
+        lambda x, w: jax_splitk.quantized_matmul(x, w, preferred_element_type=jnp.float32), out_shardings=alone
+    )
+    text = product.lower(jax.device_put(x, alone), placed).compile().as_text()
+    assert not re.search(r"(u32|f8\w+)\[[^]]*\]\S* all-gather", text)
+    exact = np.asarray(x, np.float64) @ values(q).astype(np.float64)
+    np.testing.assert_allclose(product(x, placed), exact, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scale_dtype", [E4M3, E8M0])
 def test_files_and_states(packed: bool, scale_dtype: str, tmp_path: pathlib.Path) -> None:
@@ -116,6 +138,22 @@ def test_files_and_states(packed: bool, scale_dtype: str, tmp_path: pathlib.Path
     exported = jax.export.export(jax.jit(lambda w: w))(tree["up"])
     again = jax.export.deserialize(exported.serialize())
     same(again.call(tree["up"]), tree["up"])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", tree)
+        checkpointer.wait_until_finished()
+        same(checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: tree)), tree)
+        same(jax_splitk.from_state(checkpointer.restore(tmp_path / "orbax")), tree)
+    jax_splitk.register_flax_serialization()
+    same(serialization.from_bytes(tree, serialization.to_bytes(tree)), tree)
+
+
+def test_trees_without_values_keep_their_places() -> None:
+    for w in (weight(), prepack(weight()), quantize(jnp.ones((64, 64)), "int4", group_size=32)):
+        empty = jax.tree.map(lambda _: None, w)
+        leaves = jax.tree.leaves(empty, is_leaf=lambda x: x is None)
+        zero_point = 1  # which these weights do not have
+        assert len(leaves) == len(jax.tree.leaves(w)) + zero_point
+        jax.tree.map(lambda leaf, none: leaf, w, empty, is_leaf=lambda x: x is None)
 
 
 def test_weights_of_earlier_versions_are_read() -> None:

@@ -336,13 +336,16 @@ def test_padding_changes_nothing_but_the_tiles(options: Any, shape: Any, shards:
     mt, kt, _ = padded.words.shape
     assert (kt % shards[0], mt % shards[1]) == (0, 0)
     assert padded.nbytes > plain.nbytes
-    x = integers(4, shape[0])
-    np.testing.assert_array_equal(wide(x, padded), wide(x, plain))
+    x, same = integers(4, shape[0]), np.testing.assert_array_equal
+    if options.get("dtype") == "nf4":  # whose sums are rounded
+        same = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-2)
+    same(wide(x, padded), wide(x, plain))
     for one, other in zip(*(jax.tree.leaves(unpack(w)) for w in (padded, plain)), strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(wide(x[:, :64], padded[:64]) if options.get("group") else 0,
-                                  wide(x[:, :64], plain[:64]) if options.get("group") else 0)  # fmt: skip
-    np.testing.assert_array_equal(wide(x, padded[:, 64:]), wide(x, plain[:, 64:])) if shape[1] > 64 else None
+    if options.get("group"):
+        same(wide(x[:, :64], padded[:64]), wide(x[:, :64], plain[:64]))
+    if shape[1] > 64:
+        same(wide(x, padded[:, 64:]), wide(x, plain[:, 64:]))
     again = padded.with_shards(shards)
     assert again.words.shape == padded.words.shape
 
@@ -351,7 +354,7 @@ def test_padding_changes_nothing_but_the_tiles(options: Any, shape: Any, shards:
 
     cotangent = jax.grad(loss)(padded.scale, padded)
     of_plain = dataclasses.replace(plain, scale=jax.grad(loss)(plain.scale, plain))
-    np.testing.assert_array_equal(unpack(dataclasses.replace(padded, scale=cotangent)).scale, unpack(of_plain).scale)
+    same(unpack(dataclasses.replace(padded, scale=cotangent)).scale, unpack(of_plain).scale)
 
 
 def test_what_needs_no_padding_gets_none() -> None:

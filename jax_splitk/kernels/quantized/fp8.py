@@ -18,6 +18,7 @@ from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, SHORTEST_GROUP, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, whole_tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.quantized.formats import BYTE_SCALES
 from jax_splitk.runtime import plan
 
 K_MULTIPLE = 16  # TMA's rows are multiples of 16 bytes
@@ -62,7 +63,10 @@ def _sets(problem: QuantizedMatmulProblem, config: Config, columns: int) -> int:
     one = (config.tile_n + columns) // 2 + 8 * steps + words
     if one + columns // 2 <= (224 if config.warpgroups == 2 else 80):
         return 2
-    return 1 if one + (problem.scale_dtype == "float32") <= MAX_REGISTERS else 0
+    # Pairs of float32 scales need one more register, and so does decoding bytes beside the address of channel scales.
+    wide = problem.scale_dtype == "float32"
+    wide |= problem.scale_dtype in BYTE_SCALES and dequantize.has_channel_scale(problem)
+    return 1 if one + wide <= MAX_REGISTERS else 0
 
 
 def chunk(problem: QuantizedMatmulProblem, config: Config) -> int:

@@ -437,9 +437,11 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
     [[maybe_unused]] float2 second_scale{};
-    if constexpr (CHANNEL_SCALE) {
-      second_scale = load_pair<FLOAT>(reinterpret_cast<const uint8_t*>(channels + int64_t(tile) * 64 + rows));
-    }
+    [[maybe_unused]] const auto load_second_scale = [&] {
+      const float* from = channels + int64_t(tile) * 64 + rows;
+      second_scale = load_pair<FLOAT>(reinterpret_cast<const uint8_t*>(from));
+    };
+    if constexpr (CHANNEL_SCALE && !X_SUMS) load_second_scale();
     if constexpr (GROUP == 0) {
       channel_scale = load_pair<SCALE_TYPE>(scales + (int64_t(tile) * 64 + rows) * SCALE_ITEM);
       if constexpr (X_SUMS)
@@ -530,6 +532,7 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       finish(LAST_UNIT);
     }
     if constexpr (CHANNEL_SCALE) {
+      if constexpr (X_SUMS) load_second_scale();  // beside sums of X there are no registers for it before
 #pragma unroll
       for (int i = 0; i < ACCUMULATORS; ++i) acc[i] *= i % 4 < 2 ? second_scale.x : second_scale.y;
     }

@@ -68,6 +68,12 @@ def products(p: QuantizedMatmulProblem) -> str:
     return "float16" if p.x_dtype == "float8_e4m3fn" and not serves else p.x_dtype
 
 
+def _most_with_zeros(p: QuantizedMatmulProblem, config: Config) -> int:
+    """The most `tiles` with the widest x and zero points, for their registers. Two scales of a tile need more."""
+    crowded = p.group_size == TILE // 2 and products(p) == "float16" and config.warpgroups > 1
+    return 1 if crowded else 2
+
+
 def stage_tiles(config: Config) -> int:
     """Tiles of 64 features by 64 k in a stage, one after the other along k."""
     return config.warpgroups * config.tiles
@@ -185,8 +191,9 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         widest = WIDEST_OF_FOUR * 2 if e4m3 else WIDEST_OF_FOUR // 2 if has_zero(problem) else WIDEST_OF_FOUR
         if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
             return f"tile_n {config.tile_n} with {config.warpgroups} warpgroups; accepted: at most {widest}"
-        if has_zero(problem) and config.tile_n == TILES_N[-1] and config.tiles > 2:
-            return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most 2"
+        if has_zero(problem) and config.tile_n == TILES_N[-1] and config.tiles > _most_with_zeros(problem, config):
+            most = _most_with_zeros(problem, config)
+            return f"tiles {config.tiles} with tile_n {config.tile_n} and zero points; accepted: at most {most}"
         if problem.group_size not in (problem.k, *range(TILE)) and config.tiles * TILE % problem.group_size:
             groups = f"groups of {problem.group_size}"
             return f"tiles {config.tiles}; accepted with {groups}: multiples of {problem.group_size // TILE}"
