@@ -1,5 +1,5 @@
-// The XLA FFI handlers of the CPU kernels. They have no state and no stage but execution, as XLA:CPU requires. Floats
-// are float32.
+// The XLA FFI handlers of the CPU kernels. They have no state and no stage but execution, as XLA:CPU
+// requires. Floats are float32.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
@@ -12,10 +12,11 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostWgrad);
 // out, workspace; attributes geometry (int64 array), mirrored, splits, block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostConv);
 
-// Products of an activation and a packed quantized weight, target jax_splitk_host_quantized_matmul_v4. Arguments x
-// [rows, k], words, scale and, for weights that have them, zero points and channel scales in the order of
-// jax_splitk/quantized/packing.py; results out [rows, features], workspace; attributes values (float32 array: the value
-// of each code), group_size, splits, row_block, channels (int64; 0: no channel scales).
+// Products of an activation and a packed quantized weight, target jax_splitk_host_quantized_matmul_v4.
+// Arguments x [rows, k], words, scale and, for weights that have them, zero points and channel scales in the
+// order of jax_splitk/quantized/packing.py; results out [rows, features], workspace; attributes values
+// (float32 array: the value of each code), group_size, splits, row_block, channels (int64; 0: no channel
+// scales).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantizedMatmul);
 
 // Grouped products, target jax_splitk_host_ragged_dot_v1. Arguments lhs [m, k], rhs, group_sizes (int32) and

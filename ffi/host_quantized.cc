@@ -1,5 +1,5 @@
-// The host product out[row, feature] = sum over k of x[row, k] * weight[k, feature] for a packed weight. Each task
-// decodes the tiles of 64 k by 64 features that it multiplies to floats.
+// The host product out[row, feature] = sum over k of x[row, k] * weight[k, feature] for a packed weight. Each
+// task decodes the tiles of 64 k by 64 features that it multiplies to floats.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Quantized : Product {
   int64_t bits, group_size;
   // values: of each code; zero, channel: null if the weight has no zero points or channel scales
   const float *values, *x, *scale, *zero, *channel;
-  const uint32_t* words;                   // in the order of jax_splitk/quantized/packing.py
+  const uint32_t* words;  // in the order of jax_splitk/quantized/packing.py
 
   int64_t k_tiles() const { return CeilDiv(k, kTileSide); }
   int64_t groups_of_k() const { return group_size == k ? 1 : k_tiles() * kTileSide / group_size; }

@@ -20,6 +20,7 @@ from jax_splitk.quantized.formats import (
     SCALE_DTYPES,
     Format,
     QType,
+    as_bytes,
     format_of,
     from_bytes,
     nearest,
@@ -371,8 +372,8 @@ def _quantize(
     if zero_point is not None:
         value += zero_point.astype(groups.dtype)
         zero_point = zero_point.reshape(counts)
-    nan = from_bytes(jnp.uint8(255), scale_dtype) if scale_dtype == E8M0 else jnp.array(jnp.nan, scale_dtype)
-    scale = jnp.where(good, scale, nan).reshape(counts)
+    nan = np.uint8(255) if scale_dtype == E8M0 else np.array(np.nan, scale_dtype)
+    scale = from_bytes(jnp.where(good, as_bytes(scale), nan).reshape(counts), scale_dtype)
     if channel_scale is not None:
         channel_scale = channel_scale.reshape(channel_scale.shape[::2])
     return QuantizedArray(nearest(fmt, value).reshape(w.shape), scale, zero_point, fmt.name, channel_scale)

@@ -113,7 +113,7 @@ def test_products_over_devices_gather_no_weight(scale_dtype: str, spec: Any) -> 
     product = jax.jit(
         lambda x, w: jax_splitk.quantized_matmul(x, w, preferred_element_type=jnp.float32), out_shardings=alone
     )
-    text = product.lower(jax.device_put(x, alone), placed).compile().as_text()
+    text = str(product.lower(jax.device_put(x, alone), placed).compile().as_text())
     assert not re.search(r"(u32|f8\w+)\[[^]]*\]\S* all-gather", text)
     exact = np.asarray(x, np.float64) @ values(q).astype(np.float64)
     np.testing.assert_allclose(product(x, placed), exact, rtol=1e-5, atol=1e-3)

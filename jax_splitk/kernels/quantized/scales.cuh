@@ -1,8 +1,8 @@
 // Scales (and zero points) of a packed weight: their types, as in output.cuh and here, and how a lane reads
 // those of its two rows, which are neighbours.
 //
-// Macro: CHANNEL_SCALE (a second scale, float32, for each feature, which multiplies the sums over all k; it is
-// the last parameter of a kernel, which kernels without it do not have).
+// Macro: CHANNEL_SCALE (a second scale, float32, for each feature, which multiplies the sums over all k; it
+// is the last parameter of a kernel, which kernels without it do not have).
 
 #if CHANNEL_SCALE
 #define CHANNEL_PARAMETER , const float* channel

@@ -551,11 +551,11 @@ using X = TensorMap;
 using X = const void*;
 #endif
 
-extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(const __grid_constant__ X x,
-                                                                  const uint8_t* words, const uint8_t* scale,
-                                                                  const uint8_t* zero, Output* out,
-                                                                  const __grid_constant__ Args g
-                                                                  CHANNEL_PARAMETER) {
+extern "C" __global__ __launch_bounds__(THREADS,
+                                        1) void KERNEL()(const __grid_constant__ X x, const uint8_t* words,
+                                                         const uint8_t* scale, const uint8_t* zero,
+                                                         Output* out,
+                                                         const __grid_constant__ Args g CHANNEL_PARAMETER) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
   Signals& b = block.barriers;
