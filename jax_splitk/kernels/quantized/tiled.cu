@@ -77,6 +77,10 @@ __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
 // is exact) and multiplying.
 constexpr bool FOLDED = SCALING == WEIGHT && FORMAT <= INT8;
 
+// e4m3 scales go up to 448, where the factor below would overflow: they are taken over 256, which comes back
+// with FACTOR.
+constexpr bool LOWERED = FOLDED && SCALE_TYPE == E4M3_SCALE;
+
 // For a lane's two rows: the scale times what `integers` multiplies with, and times the bias, negative. Both
 // are exact for scales from 2^-123 to below 2; beyond 2 the factor overflows (`too_large`), below 2^-123 the
 // bias's part is subnormal, and the weight off by at most 2^-127.
@@ -126,6 +130,7 @@ struct Block {
     for (int i = 0; i < PAIRS; ++i) {
       const uint32_t at = in.extras() + (in.pairs + i * WARPGROUP_M) * SCALE_ITEM;
       pairs[i] = to_bf16_pair<TYPE>(load_shared<Pair<TYPE>>(at));
+      if constexpr (LOWERED) pairs[i] = mul_bf16x2(pairs[i], twice(0x3b80));
     }
   }
 };
@@ -141,7 +146,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, Accumulator& acc) {
   while (true) {
     const uint32_t b = in.operand();
     [[maybe_unused]] bool large = false;
-    if constexpr (FOLDED) {
+    if constexpr (FOLDED && !LOWERED) {
 #pragma unroll
       for (int i = 0; i < Block::PAIRS; ++i) large |= too_large(block.pairs[i]);
       large = __any_sync(~0u, large);
@@ -337,6 +342,7 @@ struct Loop {
       for (int i = 0; i < ACCUMULATORS; ++i) {
         if constexpr (SCALING == CHANNEL) acc[i] *= i / 2 % 2 ? channel.scale.y : channel.scale.x;
         if constexpr (!SPLIT) acc[i] *= FACTOR;
+        if constexpr (LOWERED) acc[i] *= 256.f;
       }
       if constexpr (CHANNEL_SCALE) scale_channels(weight.channel, role.channel(g, at), acc);
       store_piece(kernel, piece, at, role, acc);

@@ -16,6 +16,7 @@ from tests.formats import E8M0
 from tests.products import E4M3, Case, operands
 from tests.random_problems import device_plan
 
+E2M1 = "float4_e2m1fn"
 # A group of k for each of 64 features: 256 scales.
 STREAM = (stream.FAMILY, stream.Config(8, 1, 1, 3, 1, 1))
 TILED = (tiled.FAMILY, tiled.Config(64, 16, 2, 1))
@@ -23,16 +24,18 @@ FP8 = (fp8.FAMILY, fp8.Config(128, 32, 2, 1))
 CASES = [
     pytest.param(
         *family,
-        Case(4, 4 * group, 64, "float4_e2m1fn", group, None, scale, x_dtype, out),
-        id=f"{name} {scale} {x_dtype} {out}",
+        Case(4, 4 * group, 64, qtype, group, None, scale, x_dtype, out),
+        id=f"{name} {qtype} {scale} {x_dtype} {out}",
     )
-    for name, family, group, x_dtype, out in (
-        ("stream", STREAM, 16, "bfloat16", "float32"),
-        ("stream", STREAM, 16, "float16", "float32"),
-        ("stream", STREAM, 32, E4M3, "bfloat16"),
-        ("tiled, sums", TILED, 16, "bfloat16", "float32"),
-        ("tiled, weights", TILED, 32, "bfloat16", "bfloat16"),
-        ("fp8", FP8, 32, E4M3, "bfloat16"),
+    for name, family, qtype, group, x_dtype, out in (
+        ("stream", STREAM, E2M1, 16, "bfloat16", "float32"),
+        ("stream", STREAM, E2M1, 16, "float16", "float32"),
+        ("stream", STREAM, E2M1, 32, E4M3, "bfloat16"),
+        ("tiled, sums", TILED, E2M1, 16, "bfloat16", "float32"),
+        ("tiled, weights", TILED, E2M1, 32, "bfloat16", "bfloat16"),
+        ("tiled, weights", TILED, "int4", 32, "bfloat16", "bfloat16"),
+        ("tiled, weights", TILED, "int8", 16, "bfloat16", "bfloat16"),
+        ("fp8", FP8, E2M1, 32, E4M3, "bfloat16"),
     )
     for scale in (E8M0, E4M3)
 ]  # fmt: skip
@@ -44,16 +47,17 @@ def arrays(q: QuantizedArray, x: np.ndarray, case: Case) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("family", "config", "case"), CASES)
 def test_every_byte_is_a_scale(family: Family, config: Any, case: Case) -> None:
-    """Row i of x picks an element of group i. Elements of 1.5: with a subnormal scale, too, the product is exact."""
+    """Row i of x picks an element of group i, whose product with the scale is exact."""
+    value = 1.5 if case.qtype == E2M1 else 1
     octets = np.arange(256, dtype=np.uint8).reshape(4, 64)
     scale = octets.view(getattr(ml_dtypes, case.scale_dtype))
-    q = QuantizedArray(jnp.full((case.k, 64), 1.5, jnp.float4_e2m1fn), jnp.asarray(scale))
+    q = QuantizedArray(jnp.full((case.k, 64), value, case.qtype), jnp.asarray(scale))
     x = np.zeros((4, case.k))
     x[np.arange(4), np.arange(4) * case.group_size + 3] = 1
     assert family.refusal(case.problem, config) is None
     out = np.empty((4, 64), jnp.dtype(case.out_dtype))
     emulator.run(device_plan(family, case.problem, config), arrays(q, x, case), [out])
-    expected = (1.5 * scale.astype(np.float64)).astype(np.float32)
+    expected = (value * scale.astype(np.float64)).astype(np.float32)
     found = out.astype(np.float32)
     nan = np.isnan(expected)
     # A NaN makes its feature's other sums NaN, too: 0 times NaN.
