@@ -232,6 +232,10 @@ def _depthwise_any() -> Iterator[Run]:
             {"padding": ((4, 1), (3, 2)), "stride": (2, 3), "rhs_dilation": (3, 2)},
             (1, 1, 16, 8),
         ),
+        # Blocks of taps, some of which reach beyond the filter.
+        ((50,), (31,), (6, 6), {"padding": ((30, 0),), "out_dtype": "bfloat16"}, (8, 2, 2, 4)),
+        ((14, 15), (9, 11), (5, 10), {"padding": ((4, 3), (7, -1)), "dtype": "float32"}, (4, 4, 8, 4)),
+        ((57, 1, 1), (18, 1, 1), (9, 9), {"stride": (2, 1, 1), "rhs_dilation": (2, 1, 1), "dtype": HALF}, (2, 1, 8, 4)),
     ):
         p = conv(size, kernel, channels, groups=channels[0], **changes)
         yield from _splits(depthwise_any.FAMILY, p, depthwise_any.Config(*config, splits=1), (1, 3))
@@ -261,6 +265,24 @@ def _depthwise_passes() -> Iterator[Run]:
         ),
     ):  # fmt: skip
         yield Run(family, conv_of(kind, size, kernel, (20, 20), groups=20, **changes), conv_depthwise.Config(*config))
+    # Odd channels, several output channels of an input channel, and filters that are read in blocks of taps.
+    for (family, kind), (size, kernel, channels, changes, config) in itertools.product(
+        _passes(conv_depthwise),
+        (
+            ((9, 10), (3, 3), (7, 7), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4)),
+            ((40,), (31,), (20, 20), {"padding": ((30, 0),), "dtype": "float32"}, (8, 1)),
+            ((12, 13), (9, 11), (6, 6), {"padding": ((4, 3), (7, -1)), "out_dtype": "bfloat16"}, (6, 1)),
+            ((90,), (18,), (5, 5), {"stride": 3, "padding": ((9, 7),), "rhs_dilation": 2, "dtype": HALF}, (3, 1)),
+            ((31, 6), (11, 2), (40, 40), {"stride": (2, 1), "padding": 4, "rhs_dilation": (3, 2), "dtype": "float32"},
+             (4, 1)),
+            ((9, 5, 4), (8, 1, 3), (33, 33), {"padding": ((5, 2), (0, 0), (1, 1)), "dtype": "float32"}, (16, 1)),
+        ),
+    ):  # fmt: skip
+        p = conv_of(kind, size, kernel, channels, groups=channels[0], **changes)
+        yield Run(family, p, conv_depthwise.Config(*config))
+    few = {"padding": 1, "stride": 2, "dtype": HALF, "out_dtype": HALF}
+    for (family, kind), rows in zip(_passes(conv_depthwise), (2, 1), strict=True):
+        yield Run(family, conv_of(kind, (9, 8), (3, 3), (3, 15), groups=3, **few), conv_depthwise.Config(4, rows))
 
 
 def _toeplitz_passes() -> Iterator[Run]:

@@ -6,7 +6,7 @@ family that supports it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class Kind:
 
     Attributes:
       channels: draws (input channels, output channels, groups).
+      kernels: the filter's largest size by the number of dimensions.
     """
 
     family: kernels.Family
@@ -54,6 +55,7 @@ class Kind:
     dtypes: Sequence[tuple[str, str]] = HALVES
     strides: int = 4  # the largest
     lhs_dilation: bool = False
+    kernels: Mapping[int, int] = dataclasses.field(default_factory=lambda: {1: 9, 2: 7, 3: 3})
 
 
 def _eights(rng: np.random.Generator) -> tuple[int, int, int]:
@@ -99,6 +101,9 @@ KINDS = {
     "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2)),
     "depthwise": Kind(depthwise.FAMILY, _depthwise, (1, 2, 2), strides=8),
     "depthwise_any": Kind(depthwise_any.FAMILY, _any_depthwise, (1, 2, 3, 3), (*HALVES, *FLOATS)),
+    "large_filters": Kind(
+        depthwise_any.FAMILY, _any_depthwise, (1, 2, 3), (*HALVES, *FLOATS), kernels={1: 65, 2: 16, 3: 6}
+    ),
     "any_channels": Kind(gather.FAMILY, _any, (1, 2, 2, 3), lhs_dilation=True),
     "float32": Kind(gather.FAMILY, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
     "tf32": Kind(tf32.FAMILY, _fours, (1, 2, 2), TF32),
@@ -110,7 +115,8 @@ MIXTURE = {
     "wide_groups": 2,
     "small_groups": 4,
     "depthwise": 3,
-    "depthwise_any": 3,
+    "depthwise_any": 2,
+    "large_filters": 1,
     "any_channels": 3,
     "float32": 2,
     "tf32": 3,
@@ -167,7 +173,7 @@ def _drawn(rng: np.random.Generator, kind: Kind, number: int) -> ConvWgradProble
         batch=1,
         input_spatial=ones,
         output_spatial=ones,
-        kernel_spatial=ones if matrix else draw({1: 9, 2: 7, 3: 3}[rank], 0.95),
+        kernel_spatial=ones if matrix else draw(kind.kernels[rank], 0.95),
         in_channels=in_channels,
         out_channels=out_channels,
         window_strides=ones if matrix else draw(kind.strides if rng.random() < 0.5 else min(2, kind.strides), 0.6),

@@ -112,8 +112,13 @@ def _depthwise(kind: type[Any], channels: int, **more: Any) -> Any:
 
 
 def _draw_depthwise(rng: Rng, kind: type[Any]) -> Any:
-    more = geometry(rng, (40, 14, 8), (6, 6, 6), ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4))
-    return _depthwise(kind, 2 * int(rng.integers(1, 5)), **more, **dtypes(rng, "float32", "bfloat16", "float16"))
+    """With small filters, or with filters that are read in blocks of taps."""
+    steps = ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4)
+    sizes, kernels = ((40, 14, 8), (6, 6, 6)) if rng.random() < 0.5 else ((200, 30, 9), (65, 16, 9))
+    more = geometry(rng, sizes, kernels, *steps)
+    channels, each = int(rng.choice([1, 2, 3, 4, 6, 8, 37])), int(rng.choice([1, 1, 1, 2, 3]))
+    more |= dtypes(rng, "float32", "bfloat16", "float16")
+    return conv_of(kind, channels=(channels, channels * each), groups=channels, **more)
 
 
 DEPTHWISE = Tried(
@@ -130,18 +135,23 @@ DEPTHWISE = Tried(
             ((28, 28), (5, 5), 240, {"padding": 2, "stride": 2, "dtype": "bfloat16", "out_dtype": "float32"}),
             ((1000,), (4,), 512, {"padding": ((3, 0),), **BF16}),
             ((8, 28, 28), (3, 3, 3), 64, {"padding": 1, **FLOAT}),
+            ((1000,), (31,), 144, {"padding": 15, **FLOAT}),
+            ((1000,), (64,), 37, {"padding": ((63, 0),), **BF16}),
+            ((28, 28), (15, 15), 64, {"padding": 7, **FLOAT}),
         )
     ],
     measured=[_depthwise(kind, 96, size=(56, 56), kernel=(3, 3), batch=16, padding=1, **BF16) for kind in BOTH],
     base=lambda kind: _depthwise(kind, 4, size=(9, 10), kernel=(3, 3), padding=1, **FLOAT),
     refused=[
-        ({"out_channels": 8}, "4 input and 8 output channels in 4 groups; accepted: as many groups as"),
+        ({"out_channels": 8, "feature_group_count": 2},
+         "4 input and 8 output channels in 2 groups; accepted: as many groups as input channels"),
         ({"dtype": "float64"}, "dtype float64; accepted: float32, bfloat16, float16"),
-        ({"kernel_spatial": (8, 1)}, r"a filter of \(8, 1\); accepted: sides up to 7 and 49 taps"),
-        ({"window_strides": (5, 1)}, "; accepted: one of them 1, 1 to 4"),
+        ({"in_channels": 16, "out_channels": 16, "feature_group_count": 16, "kernel_spatial": (8, 1),
+          "dtype": "bfloat16"},
+         r"a filter of \(8, 1\); accepted: sides up to 7 and 49 taps, or a problem that the family toeplitz refuses"),
+        ({"window_strides": (17, 1)}, "; accepted: one of them 1, 1 to 16"),
         ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "stride 2 of an input dilated by 2; accepted: one"),
         ({"batch": 0}, "accepted: sizes of 1 to"),
-        ({"rhs_dilation": (120, 1)}, "the sums need more registers than a thread can have"),
     ],
     best=2,
 )  # fmt: skip

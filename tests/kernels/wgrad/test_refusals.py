@@ -268,17 +268,9 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         ({"channels": (2, 2), "groups": 2}, {"channels": (1, 1), "groups": 1}, "feature_group_count 1, "),
         ({"size": (10,), "kernel": (3,), "channels": (8, 8), "groups": 8}, {"channels": (8, 8), "groups": 8},
          "8 channels of bfloat16 in 2D; accepted: problems that wgrad_depthwise refuses"),
-        ({"kernel": (7, 7)}, {"kernel": (8, 1)}, "a filter of (8, 1); accepted: sides up to 7 and 49 taps"),
-        ({"size": (4, 9, 9), "kernel": (1, 7, 7)}, {"size": (4, 9, 9), "kernel": (2, 7, 7)}, "a filter of (2, 7, 7)"),
         ({"stride": (4, 1)}, {"stride": (5, 1)}, "window strides (5, 1); accepted: up to 4"),
         (row(2**24 - 1, (4, 4)), row(2**24, (4, 4)), "accepted: sizes up to 16777215, 1073741823 output pixels"),
         (row(64, (4, 4), batch=2**24 - 1), row(65, (4, 4), batch=2**24 - 1), "1073741823 output pixels"),
-        ({"size": (3000,), "kernel": (3,), "rhs_dilation": 512}, {"size": (3000,), "kernel": (3,), "rhs_dilation": 513},
-         "dilation (513,): a window of 1027 columns; accepted: up to 1025"),
-        # In two dimensions the distance of the rows of taps has no limit.
-        ({"size": (300, 9), "rhs_dilation": (140, 1)},
-         {"size": (4, 300, 9), "kernel": (2, 3, 3), "rhs_dilation": (1, 140, 1)},
-         "strides (1, 1, 1), dilation (1, 140, 1): it needs more registers than a thread can have"),
     ],
 }  # fmt: skip
 
