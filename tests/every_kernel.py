@@ -205,6 +205,10 @@ def _grouped() -> Iterator[Run]:
         (conv((6, 9), (3, 3), (64, 64), stride=2, groups=4, dtype=HALF, out_dtype=HALF), 16, 16, 1, 1, 4, 1, 3),
         (conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
         (conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
+        # Groups that are padded, and a filter in parts.
+        (conv((6, 9), (3, 3), (72, 144), padding=1, groups=3), 32, 32, 2, 3, 9, 2, 2),
+        (conv((7, 8), (2, 3), (40, 48), groups=8, dtype=HALF, out_dtype=HALF), 8, 16, 2, 3, 6, 1, 2),
+        (conv((70,), (37,), (80, 24), padding=18, groups=2, out_dtype="bfloat16"), 16, 16, 1, 1, 32, 1, 2),
     ):
         yield from _splits(grouped.FAMILY, p, grouped.Config(*tile, splits=1), (1, 3))
 
@@ -427,6 +431,15 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (9, 10), (3, 3), (96, 120), tile(64, 64, 3, shared), {"padding": 1, "groups": 3, **half}),
         (dgrad, (9, 10), (1, 1), (72, 96), tile(128, 32), {"groups": 3}),
         (dgrad, (9, 10), (3, 1), (72, 64), tile(192, 64), {"groups": 2, **floats}),
+        # Groups that are padded to whole blocks of channels.
+        (fprop, (9, 10), (3, 3), (80, 48), tile(128, 32), {"padding": 1, "groups": 2, **half}),
+        (dgrad, (9, 10), (3, 3), (80, 144), persistent(64, 64, True, 2), {"padding": 1, "stride": 2, "groups": 2}),
+        (fprop, (60,), (5,), (112, 80), conv_im2col.Config(64, 64, 3, taps=5), {"padding": 2, "groups": 2}),
+        (dgrad, (60,), (9,), (96, 48), tile(64, 64, 2, shared), {"padding": 4, "groups": 2, "out_dtype": "float32"}),
+        (fprop, (9, 10), (1, 1), (168, 72), persistent(128, 64, False, 2), {"groups": 3, "batch": 3}),
+        (dgrad, (9, 10), (1, 1), (72, 120), tile(128, 32), {"groups": 3}),
+        (fprop, (5, 6, 5), (3, 2, 2), (96, 48), tile(128, 32), {"groups": 2}),
+        (dgrad, (9, 10), (3, 3), (48, 56), tile(64, 32), {"padding": 1, "groups": 2, **floats}),
     ):  # fmt: skip
         p = conv_of(kind, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         yield Run(family, p, config)

@@ -6,6 +6,7 @@ family that supports it.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,10 @@ def _wide_groups(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def _small_groups(rng: np.random.Generator) -> tuple[int, int, int]:
+    if rng.random() < 0.4:  # groups that are padded
+        of_in, of_out = (int(n) for n in rng.choice([2, 3, 5, 6, 8, 12, 20, 24, 40, 48, 56, 72, 112], 2))
+        groups = math.lcm(8 // math.gcd(8, of_in), 8 // math.gcd(8, of_out)) * int(rng.integers(1, 3))
+        return max(2, groups) * of_in, max(2, groups) * of_out, max(2, groups)
     each = [int(n) for n in rng.choice(grouped.GROUP_CHANNELS, 2, p=(0.15, 0.25, 0.25, 0.15, 0.15, 0.05))]
     step = max(1, 8 // min(each))  # for channels in multiples of eight
     groups = step * int(rng.integers(1, max(2, 128 // (step * max(each)) + 1)))
@@ -98,7 +103,7 @@ KINDS = {
     "unit_stride": Kind(halo.FAMILY, _eights, (2,), strides=1),
     "dense": Kind(im2col.FAMILY, _eights, (1, 2, 2, 3), strides=8),
     "wide_groups": Kind(im2col.FAMILY, _wide_groups, (1, 2, 2, 3)),
-    "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2)),
+    "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2), kernels={1: 40, 2: 7}),
     "depthwise": Kind(depthwise.FAMILY, _depthwise, (1, 2, 2), strides=8),
     "depthwise_any": Kind(depthwise_any.FAMILY, _any_depthwise, (1, 2, 3, 3), (*HALVES, *FLOATS)),
     "large_filters": Kind(

@@ -419,7 +419,8 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
         channels = [8 * int(rng.integers(1, 5)) for _ in range(2)]
     elif rng.random() < 0.3:
         more["groups"] = int(rng.integers(2, 4))
-        whole, other = 32 * int(rng.integers(1, 4)), 4 * int(rng.integers(1, 24))
+        whole = int(rng.choice([32, 64, 96, *range(24, 128, 8)]))
+        other = 4 * int(rng.integers(1, 24))
         channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
     types = dtypes(rng, *("bfloat16", "float16", "float32")[: 2 + (kind is ConvDgradProblem)])
     return conv_of(kind, channels=(channels[0], channels[1]), **more, **types)
@@ -449,6 +450,8 @@ DENSE: list[ConvProblem] = [
         (4, (64, 64), (5, 5), (16, 16), {"padding": 2, **HALF}),
         (8, (28, 28), (3, 3), (192, 192), {"padding": 1, "groups": 3}),
         (8, (28, 28), (3, 3), (128, 192), {"padding": 1, "groups": 2, "stride": 2}),
+        (8, (28, 28), (3, 3), (160, 160), {"padding": 1, "groups": 4}),
+        (4, (200,), (64,), (96, 96), {"padding": ((32, 31),), "groups": 2}),
     )
 ]  # fmt: skip
 IM2COL = Tried(
@@ -459,8 +462,8 @@ IM2COL = Tried(
     measured=DENSE[::2],
     base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
     refused=[
-        ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples"),
-        ({"feature_group_count": 2, "out_channels": 88}, "to [34][24] each; accepted: multiples of 32 and [48], or 1"),
+        ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples of 8 from"),
+        ({"feature_group_count": 2, "out_channels": 88}, "of (32|44) channels to (44|32) each; accepted: multiples of "),
         ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
         ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
