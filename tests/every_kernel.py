@@ -478,8 +478,22 @@ def _stems() -> Iterator[Run]:
         ((30, 64), (16, 16), (3, 64), {"padding": ((1, 1), (0, 0)), "stride": 16, **narrow}, (2, 1, 64, 2, 2, 4, 3)),
         ((40, 21), (1, 1), (6, 56), narrow, (2, 2, 64, 1, 1, 256, 3)),
     ):
-        yield Run(conv_gather.FAMILY, conv_of(ConvFpropProblem, size, kernel, channels, **changes),
+        yield Run(conv_gather.FPROP, conv_of(ConvFpropProblem, size, kernel, channels, **changes),
                   conv_gather.Config(*config))  # fmt: skip
+    # Odd channels, and the gradients of inputs.
+    for (family, kind), (size, kernel, channels, changes, config) in itertools.product(
+        _passes(conv_gather),
+        (
+            ((9, 10), (3, 3), (37, 53), {"padding": 1, **narrow}, (2, 1, 64, 1, 8, 16, 2)),
+            ((9, 11), (3, 2), (3, 5), {"padding": 1, "stride": 2, "batch": 3, "dtype": HALF}, (2, 1, 16, 2, 8, 8, 3)),
+            ((40,), (5,), (1, 20), {"padding": 2, "rhs_dilation": 2, **half}, (2, 1, 32, 1, 1, 128, 3)),
+            ((4, 5, 6), (2, 3, 3), (22, 9), {"padding": 1}, (2, 2, 32, 1, 8, 8, 3)),
+        ),
+    ):  # fmt: skip
+        yield Run(family, conv_of(kind, size, kernel, channels, **changes), conv_gather.Config(*config))
+    few = {"dtype": HALF, "out_dtype": HALF}
+    yield Run(conv_gather.FPROP, conv_of(ConvFpropProblem, (9, 10), (1, 1), (200, 2), **few),
+              conv_gather.Config(2, 1, 16, 1, 1, 64, 2))  # fmt: skip
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------

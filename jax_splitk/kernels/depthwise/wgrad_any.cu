@@ -235,7 +235,7 @@ __device__ inline void finish(const float (&sums)[TAPS][CHANNELS], T* to) {
 #pragma unroll 8
       for (int strip = 0; strip < STRIPS; ++strip) sum += shared[i][c][(strip * TEAMS + team) * LANES + lane];
       const int word = tile() * LANES + lane, number = tap_of(team, first + i);
-      if (first + i < TAPS && word < WORDS && number >= 0)
+      if (first + i < TAPS && word < WORDS && (!BLOCKED || number >= 0))
         convert(sum, to[(number * WORDS + word) * CHANNELS + c]);
     }
   }

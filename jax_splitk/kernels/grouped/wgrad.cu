@@ -88,13 +88,12 @@ __device__ inline int bundles_at(int block) {
 __device__ inline int first_column() { return COLUMN_PARTS > 1 ? blockIdx.x % COLUMN_PARTS * KERNEL_W : 0; }
 
 __device__ inline Channels block_channels(int block) {
-  const int part = block / COLUMN_PARTS % (IN_PARTS * OUT_PARTS), bundle = bundles_at(block);
-  int in = bundle * BUNDLE_IN, out = bundle * BUNDLE_OUT;
-  if constexpr (PADDED) {  // a box begins at a multiple of 16 bytes
-    in -= in % 8;
-    out -= out % 8;
-  }
-  return {in + part / OUT_PARTS * IN_BLOCK, out + part % OUT_PARTS * OUT_BLOCK};
+  block /= COLUMN_PARTS;
+  const int part = block % (IN_PARTS * OUT_PARTS), bundle = block / (IN_PARTS * OUT_PARTS) * BUNDLES;
+  // Where groups are PADDED, a box begins at a multiple of 16 bytes.
+  const auto begin = [](int channel) { return PADDED ? channel - channel % 8 : channel; };
+  return {begin(bundle * BUNDLE_IN) + part / OUT_PARTS * IN_BLOCK,
+          begin(bundle * BUNDLE_OUT) + part % OUT_PARTS * OUT_BLOCK};
 }
 
 using Ring = Pipeline<STAGES, 1, WARPS>;
@@ -342,21 +341,21 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
   constexpr int TOGETHER = TAP_PIECES > WARPS * 32 ? 1 : WARPS * 32 / TAP_PIECES;  // taps
   const int first = TAP_PIECES > WARPS * 32 ? 0 : threadIdx.x / TAP_PIECES;
   if (WARPS * 32 % TAP_PIECES && first >= TOGETHER) return;
-  // The first row's channel of its group.
   const int bundle = bundles_at(blockIdx.x);
-  const int in = PADDED ? channels.in - bundle * BUNDLE_IN : channels.in % GROUP_IN;
+  // The first row's channel of its group.
+  const auto in = [&] { return PADDED ? channels.in - bundle * BUNDLE_IN : channels.in % GROUP_IN; };
 #pragma unroll 1
   for (int piece = threadIdx.x - first * TAP_PIECES; piece < TAP_PIECES; piece += WARPS * 32) {
     const int row = piece / (OUT_BLOCK / PIECE), column = piece % (OUT_BLOCK / PIECE) * PIECE;
     const int k = channels.out + column;
     if (k >= g.out_channels) continue;
-    if (PADDED && (uint32_t(in + row) >= GROUP_IN || uint32_t(k - bundle * BUNDLE_OUT) >= GROUP_OUT))
+    if (PADDED && (uint32_t(in() + row) >= GROUP_IN || uint32_t(k - bundle * BUNDLE_OUT) >= GROUP_OUT))
       continue;
     const int group = k / GROUP_OUT - channels.in / GROUP_IN;  // from the block's first on
     if (INCOMPLETE && uint32_t(group) >= IN_GROUPS) continue;
     uint32_t from =
         sums + ((first * SUM_ROWS + row) * OUT_BLOCK + swapped(row, column / 8) * 8 + column % 8) * 4;
-    T* to = out + size_t(first * GROUP_IN + in + row) * g.out_channels + k;
+    T* to = out + size_t(first * GROUP_IN + in() + row) * g.out_channels + k;
     const auto store = [&](int tap) {
       Piece sum = load_shared<Piece>(from);
 #pragma unroll
@@ -370,7 +369,7 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
       } else {
         const int column = first_column() + tap % KERNEL_W, number = tap / KERNEL_W * FILTER_W + column;
         if (column < FILTER_W) {
-          store_values(out + size_t(number * GROUP_IN + in + row) * g.out_channels + k, sum.v);
+          store_values(out + size_t(number * GROUP_IN + in() + row) * g.out_channels + k, sum.v);
         }
       }
       from += TOGETHER * TAP_SUMS * 4;

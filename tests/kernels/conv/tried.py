@@ -288,17 +288,21 @@ def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
     steps = ("stride", 5), ("lhs_dilation", 3), ("rhs_dilation", 4)
     more = geometry(rng, (300, 40, 12), (17, 9, 5), *steps)
     more |= chosen(rng, (HALF, BF16, *({"dtype": dtype, "out_dtype": "float32"} for dtype in ("bfloat16", "float16"))))
-    return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
+    if rng.random() < 0.5 and kind is ConvFpropProblem:
+        return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
+    return conv_of(kind, channels=(int(rng.integers(1, 70)), int(rng.integers(1, 70))), **more)
 
 
 def _gather_sibling(rng: Rng, p: ConvProblem, config: gather.Config) -> tuple[ConvProblem, gather.Config]:
     """Another problem; the number of output channels may differ, too."""
-    batch, channels = int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
-    return dataclasses.replace(p, batch=batch, out_channels=channels), config
+    p = dataclasses.replace(p, batch=int(rng.integers(1, 40)))
+    if isinstance(p, ConvFpropProblem) and p.out_channels % 8 == 0:
+        p = dataclasses.replace(p, out_channels=8 * int(rng.integers(1, 40)))
+    return p, config
 
 
 GATHER = Tried(
-    {ConvFpropProblem: gather.FAMILY},
+    {ConvFpropProblem: gather.FPROP, ConvDgradProblem: gather.DGRAD},
     lambda c: (c.tile_n, c.consumers),
     _draw_gather,
     networks=[
@@ -314,6 +318,14 @@ GATHER = Tried(
              {"batch": 1, "stride": (1, 2, 2), "padding": ((1, 1), (3, 3), (3, 3)), **BF16}),
             ((8000,), (10,), (1, 512), {"batch": 4, "stride": 5, **BF16}),
         )
+    ]
+    + [
+        conv_of(kind, size, kernel, channels, batch=4, **more)
+        for kind in BOTH
+        for size, kernel, channels, more in (
+            ((32, 32), (3, 3), (37, 53), {"padding": 1, **BF16}),
+            ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
+        )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
     base=lambda kind: conv_of(kind, (40, 40), (7, 7), (3, 64), stride=2, padding=3),
@@ -321,10 +333,11 @@ GATHER = Tried(
         ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
-        ({"in_channels": 17}, "17 input channels; accepted: 1 to 16"),
-        ({"out_channels": 60}, "60 output channels; accepted: multiples of 8"),
+        ({"in_channels": 24, "out_channels": 24},
+         "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that the family im2col)"),
+        ({"in_channels": 257, "out_channels": 257}, "257 channels of the input; accepted: 1 to 256"),
         ({"batch": 0}, "0 output pixels; accepted: 1 to"),
-        ({"kernel_spatial": (32, 32), "in_channels": 8}, "take too much shared memory"),
+        ({"kernel_spatial": (32, 32), "in_channels": 5, "out_channels": 7}, "take too much shared memory"),
     ],
     sibling=_gather_sibling,
 )  # fmt: skip
@@ -463,7 +476,7 @@ IM2COL = Tried(
     base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
     refused=[
         ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples of 8 from"),
-        ({"feature_group_count": 2, "out_channels": 88}, "of (32|44) channels to (44|32) each; accepted: multiples of "),
+        ({"feature_group_count": 2, "out_channels": 88}, "of (32|44) channels to (44|32) each; accepted: "),
         ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
         ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
