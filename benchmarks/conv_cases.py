@@ -37,6 +37,7 @@ class Case:
       size, channels: of the input, (in, out).
       padding: of each side of every dimension, or pairs.
       steps: strides of every dimension; of an input that is dilated (`transposed`) its dilation.
+      dilation: of the filter, in every dimension.
     """
 
     group: str
@@ -50,11 +51,13 @@ class Case:
     groups: int = 1
     dtype: str = "bfloat16"
     transposed: bool = False
+    dilation: int = 1
 
     @property
     def name(self) -> str:
         kernel, size = "x".join(map(str, self.kernel)), "x".join(map(str, self.size))
         steps = "" if self.steps == 1 else f"{'t' if self.transposed else 's'}{self.steps}"
+        steps += "" if self.dilation == 1 else f"d{self.dilation}"
         groups = "" if self.groups == 1 else f"g{self.groups}"
         channels = f"c{self.channels[0]}k{self.channels[1]}{groups}"
         dtype = "" if self.dtype == "bfloat16" else f"_{self.dtype}"
@@ -71,17 +74,18 @@ class Case:
         pads = self.padding if isinstance(self.padding, tuple) else ((self.padding, self.padding),) * rank
         steps = (self.steps,) * rank
         strides, dilation = (ones, steps) if self.transposed else (steps, ones)
+        taps = (self.dilation,) * rank
         return PASSES[self.which](
             batch=self.batch,
             input_spatial=self.size,
-            output_spatial=conv_output_spatial(self.size, self.kernel, strides, pads, dilation, ones),
+            output_spatial=conv_output_spatial(self.size, self.kernel, strides, pads, dilation, taps),
             kernel_spatial=self.kernel,
             in_channels=self.channels[0],
             out_channels=self.channels[1],
             window_strides=strides,
             padding=pads,
             lhs_dilation=dilation,
-            rhs_dilation=ones,
+            rhs_dilation=taps,
             feature_group_count=self.groups,
             dtype=self.dtype,
             out_dtype=jnp.dtype(self.dtype).name,
@@ -90,7 +94,7 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """Arguments of `jax_splitk`'s functions, except arrays and shapes."""
         p = self.as_given()
-        names = ("window_strides", "padding", "lhs_dilation", "feature_group_count")
+        names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count")
         return {"dimension_numbers": NUMBERS[p.rank], **{name: getattr(p, name) for name in names}}
 
     def shrunk(self, flops: float) -> "Case":

@@ -205,6 +205,10 @@ def _grouped() -> Iterator[Run]:
         (conv((6, 9), (3, 3), (64, 64), stride=2, groups=4, dtype=HALF, out_dtype=HALF), 16, 16, 1, 1, 4, 1, 3),
         (conv((40,), (3,), (16, 32), groups=2), 16, 32, 1, 1, 16, 1, 2),
         (conv((5, 8), (2, 2), (128, 128), groups=2, out_dtype="bfloat16"), 32, 32, 2, 2, 7, 1, 2),
+        # Groups that are padded, and a filter in parts.
+        (conv((6, 9), (3, 3), (72, 144), padding=1, groups=3), 32, 32, 2, 3, 9, 2, 2),
+        (conv((7, 8), (2, 3), (40, 48), groups=8, dtype=HALF, out_dtype=HALF), 8, 16, 2, 3, 6, 1, 2),
+        (conv((70,), (37,), (80, 24), padding=18, groups=2, out_dtype="bfloat16"), 16, 16, 1, 1, 32, 1, 2),
     ):
         yield from _splits(grouped.FAMILY, p, grouped.Config(*tile, splits=1), (1, 3))
 
@@ -232,6 +236,10 @@ def _depthwise_any() -> Iterator[Run]:
             {"padding": ((4, 1), (3, 2)), "stride": (2, 3), "rhs_dilation": (3, 2)},
             (1, 1, 16, 8),
         ),
+        # Blocks of taps, some of which reach beyond the filter.
+        ((50,), (31,), (6, 6), {"padding": ((30, 0),), "out_dtype": "bfloat16"}, (8, 2, 2, 4)),
+        ((14, 15), (9, 11), (5, 10), {"padding": ((4, 3), (7, -1)), "dtype": "float32"}, (4, 4, 8, 4)),
+        ((57, 1, 1), (18, 1, 1), (9, 9), {"stride": (2, 1, 1), "rhs_dilation": (2, 1, 1), "dtype": HALF}, (2, 1, 8, 4)),
     ):
         p = conv(size, kernel, channels, groups=channels[0], **changes)
         yield from _splits(depthwise_any.FAMILY, p, depthwise_any.Config(*config, splits=1), (1, 3))
@@ -261,6 +269,24 @@ def _depthwise_passes() -> Iterator[Run]:
         ),
     ):  # fmt: skip
         yield Run(family, conv_of(kind, size, kernel, (20, 20), groups=20, **changes), conv_depthwise.Config(*config))
+    # Odd channels, several output channels of an input channel, and filters that are read in blocks of taps.
+    for (family, kind), (size, kernel, channels, changes, config) in itertools.product(
+        _passes(conv_depthwise),
+        (
+            ((9, 10), (3, 3), (7, 7), {"padding": 1, "out_dtype": "bfloat16"}, (4, 4)),
+            ((40,), (31,), (20, 20), {"padding": ((30, 0),), "dtype": "float32"}, (8, 1)),
+            ((12, 13), (9, 11), (6, 6), {"padding": ((4, 3), (7, -1)), "out_dtype": "bfloat16"}, (6, 1)),
+            ((90,), (18,), (5, 5), {"stride": 3, "padding": ((9, 7),), "rhs_dilation": 2, "dtype": HALF}, (3, 1)),
+            ((31, 6), (11, 2), (40, 40), {"stride": (2, 1), "padding": 4, "rhs_dilation": (3, 2), "dtype": "float32"},
+             (4, 1)),
+            ((9, 5, 4), (8, 1, 3), (33, 33), {"padding": ((5, 2), (0, 0), (1, 1)), "dtype": "float32"}, (16, 1)),
+        ),
+    ):  # fmt: skip
+        p = conv_of(kind, size, kernel, channels, groups=channels[0], **changes)
+        yield Run(family, p, conv_depthwise.Config(*config))
+    few = {"padding": 1, "stride": 2, "dtype": HALF, "out_dtype": HALF}
+    for (family, kind), rows in zip(_passes(conv_depthwise), (2, 1), strict=True):
+        yield Run(family, conv_of(kind, (9, 8), (3, 3), (3, 15), groups=3, **few), conv_depthwise.Config(4, rows))
 
 
 def _toeplitz_passes() -> Iterator[Run]:
@@ -405,6 +431,15 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (9, 10), (3, 3), (96, 120), tile(64, 64, 3, shared), {"padding": 1, "groups": 3, **half}),
         (dgrad, (9, 10), (1, 1), (72, 96), tile(128, 32), {"groups": 3}),
         (dgrad, (9, 10), (3, 1), (72, 64), tile(192, 64), {"groups": 2, **floats}),
+        # Groups that are padded to whole blocks of channels.
+        (fprop, (9, 10), (3, 3), (80, 48), tile(128, 32), {"padding": 1, "groups": 2, **half}),
+        (dgrad, (9, 10), (3, 3), (80, 144), persistent(64, 64, True, 2), {"padding": 1, "stride": 2, "groups": 2}),
+        (fprop, (60,), (5,), (112, 80), conv_im2col.Config(64, 64, 3, taps=5), {"padding": 2, "groups": 2}),
+        (dgrad, (60,), (9,), (96, 48), tile(64, 64, 2, shared), {"padding": 4, "groups": 2, "out_dtype": "float32"}),
+        (fprop, (9, 10), (1, 1), (168, 72), persistent(128, 64, False, 2), {"groups": 3, "batch": 3}),
+        (dgrad, (9, 10), (1, 1), (72, 120), tile(128, 32), {"groups": 3}),
+        (fprop, (5, 6, 5), (3, 2, 2), (96, 48), tile(128, 32), {"groups": 2}),
+        (dgrad, (9, 10), (3, 3), (48, 56), tile(64, 32), {"padding": 1, "groups": 2, **floats}),
     ):  # fmt: skip
         p = conv_of(kind, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         yield Run(family, p, config)
@@ -443,8 +478,22 @@ def _stems() -> Iterator[Run]:
         ((30, 64), (16, 16), (3, 64), {"padding": ((1, 1), (0, 0)), "stride": 16, **narrow}, (2, 1, 64, 2, 2, 4, 3)),
         ((40, 21), (1, 1), (6, 56), narrow, (2, 2, 64, 1, 1, 256, 3)),
     ):
-        yield Run(conv_gather.FAMILY, conv_of(ConvFpropProblem, size, kernel, channels, **changes),
+        yield Run(conv_gather.FPROP, conv_of(ConvFpropProblem, size, kernel, channels, **changes),
                   conv_gather.Config(*config))  # fmt: skip
+    # Odd channels, and the gradients of inputs.
+    for (family, kind), (size, kernel, channels, changes, config) in itertools.product(
+        _passes(conv_gather),
+        (
+            ((9, 10), (3, 3), (37, 53), {"padding": 1, **narrow}, (2, 1, 64, 1, 8, 16, 2)),
+            ((9, 11), (3, 2), (3, 5), {"padding": 1, "stride": 2, "batch": 3, "dtype": HALF}, (2, 1, 16, 2, 8, 8, 3)),
+            ((40,), (5,), (1, 20), {"padding": 2, "rhs_dilation": 2, **half}, (2, 1, 32, 1, 1, 128, 3)),
+            ((4, 5, 6), (2, 3, 3), (22, 9), {"padding": 1}, (2, 2, 32, 1, 8, 8, 3)),
+        ),
+    ):  # fmt: skip
+        yield Run(family, conv_of(kind, size, kernel, channels, **changes), conv_gather.Config(*config))
+    few = {"dtype": HALF, "out_dtype": HALF}
+    yield Run(conv_gather.FPROP, conv_of(ConvFpropProblem, (9, 10), (1, 1), (200, 2), **few),
+              conv_gather.Config(2, 1, 16, 1, 1, 64, 2))  # fmt: skip
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------

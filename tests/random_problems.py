@@ -6,7 +6,8 @@ family that supports it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Kind:
 
     Attributes:
       channels: draws (input channels, output channels, groups).
+      kernels: the filter's largest size by the number of dimensions.
     """
 
     family: kernels.Family
@@ -54,6 +56,7 @@ class Kind:
     dtypes: Sequence[tuple[str, str]] = HALVES
     strides: int = 4  # the largest
     lhs_dilation: bool = False
+    kernels: Mapping[int, int] = dataclasses.field(default_factory=lambda: {1: 9, 2: 7, 3: 3})
 
 
 def _eights(rng: np.random.Generator) -> tuple[int, int, int]:
@@ -76,6 +79,10 @@ def _wide_groups(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def _small_groups(rng: np.random.Generator) -> tuple[int, int, int]:
+    if rng.random() < 0.4:  # groups that are padded
+        of_in, of_out = (int(n) for n in rng.choice([2, 3, 5, 6, 8, 12, 20, 24, 40, 48, 56, 72, 112], 2))
+        groups = math.lcm(8 // math.gcd(8, of_in), 8 // math.gcd(8, of_out)) * int(rng.integers(1, 3))
+        return max(2, groups) * of_in, max(2, groups) * of_out, max(2, groups)
     each = [int(n) for n in rng.choice(grouped.GROUP_CHANNELS, 2, p=(0.15, 0.25, 0.25, 0.15, 0.15, 0.05))]
     step = max(1, 8 // min(each))  # for channels in multiples of eight
     groups = step * int(rng.integers(1, max(2, 128 // (step * max(each)) + 1)))
@@ -96,9 +103,12 @@ KINDS = {
     "unit_stride": Kind(halo.FAMILY, _eights, (2,), strides=1),
     "dense": Kind(im2col.FAMILY, _eights, (1, 2, 2, 3), strides=8),
     "wide_groups": Kind(im2col.FAMILY, _wide_groups, (1, 2, 2, 3)),
-    "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2)),
+    "small_groups": Kind(grouped.FAMILY, _small_groups, (1, 2, 2), kernels={1: 40, 2: 7}),
     "depthwise": Kind(depthwise.FAMILY, _depthwise, (1, 2, 2), strides=8),
     "depthwise_any": Kind(depthwise_any.FAMILY, _any_depthwise, (1, 2, 3, 3), (*HALVES, *FLOATS)),
+    "large_filters": Kind(
+        depthwise_any.FAMILY, _any_depthwise, (1, 2, 3), (*HALVES, *FLOATS), kernels={1: 65, 2: 16, 3: 6}
+    ),
     "any_channels": Kind(gather.FAMILY, _any, (1, 2, 2, 3), lhs_dilation=True),
     "float32": Kind(gather.FAMILY, _any, (1, 2, 2, 3), FLOATS, lhs_dilation=True),
     "tf32": Kind(tf32.FAMILY, _fours, (1, 2, 2), TF32),
@@ -110,7 +120,8 @@ MIXTURE = {
     "wide_groups": 2,
     "small_groups": 4,
     "depthwise": 3,
-    "depthwise_any": 3,
+    "depthwise_any": 2,
+    "large_filters": 1,
     "any_channels": 3,
     "float32": 2,
     "tf32": 3,
@@ -167,7 +178,7 @@ def _drawn(rng: np.random.Generator, kind: Kind, number: int) -> ConvWgradProble
         batch=1,
         input_spatial=ones,
         output_spatial=ones,
-        kernel_spatial=ones if matrix else draw({1: 9, 2: 7, 3: 3}[rank], 0.95),
+        kernel_spatial=ones if matrix else draw(kind.kernels[rank], 0.95),
         in_channels=in_channels,
         out_channels=out_channels,
         window_strides=ones if matrix else draw(kind.strides if rng.random() < 0.5 else min(2, kind.strides), 0.6),

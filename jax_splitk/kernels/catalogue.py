@@ -28,11 +28,9 @@ from jax_splitk.kernels.tf32 import wgrad as tf32
 
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_fprop": (
-        *(module.FPROP for module in (conv_depthwise, toeplitz, conv_grouped, patch)),
-        conv_gather.FAMILY,
-        *(module.FPROP for module in (conv_im2col, conv_host)),
+        *(m.FPROP for m in (conv_depthwise, toeplitz, conv_grouped, patch, conv_gather, conv_im2col, conv_host)),
     ),
-    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, conv_im2col, conv_host)),
+    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, conv_gather, conv_im2col, conv_host)),
     "conv_wgrad": (
         *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any)),
         patch.WGRAD,

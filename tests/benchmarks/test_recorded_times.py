@@ -91,6 +91,7 @@ KNOWN: dict[Option, str] = {
     Option("wgrad_grouped", "out_block", 64): "1.17 times as fast as all others on one of seven problems",
     Option("ragged_m", "tile_m", 256): "nine layers were timed so far",
     Option("ragged_k", "swap", None): "a field of both families of grouped products; of this one it has one value",
+    Option("dgrad_gather"): "no input gradient of odd channels was timed so far",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }

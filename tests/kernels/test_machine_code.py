@@ -161,6 +161,12 @@ def _depthwise_pass(m: Main) -> None:
     assert m.registers >= m["COLUMNS"] + m["KERNEL_D"] * m["KERNEL_H"] * m["KERNEL_W"]
 
 
+def _depthwise_blocked(m: Main) -> None:
+    assert not m.kernel.opcodes.keys() & cubin.PRODUCTS
+    assert m.kernel.shared_bytes <= 1024, "the sums are in registers"
+    assert m.registers >= m["COLUMNS"] * m["CHANNELS"]
+
+
 def _toeplitz(m: Main) -> None:
     assert m.count(cubin.HMMA) == m["STEP"] * m["EACH"] * m["PLANES"] * m["KERNEL_D"] * m["KERNEL_H"] * (
         (m["K_CHUNKS"] + 1) // 2
@@ -222,13 +228,16 @@ CODE = {
         _gather, "ELEMENT PARTS CHAIN OUT CTAS_PER_SM DY_TMA RAGGED DENSE RUNS PAIRED", "CONSUMERS BLOCKS LHS_W"
     ),
     "grouped/wgrad.cu": Code(
-        _grouped, "ELEMENT OUT RAGGED WARP_IN WARP_OUT", "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES"
+        _grouped,
+        "ELEMENT OUT RAGGED WARP_IN WARP_OUT",
+        "CTAS_PER_SM GROUP_IN GROUP_OUT IN_BLOCK OUT_BLOCK SLICES PADDED COLUMN_PARTS",
     ),
     "depthwise/wgrad.cu": Code(_depthwise, "ELEMENT OUT CHANNELS SEGMENTS CHAIN", "SEGMENT SIZE_W SHIFT_W MULTIPLIER"),
     "depthwise/wgrad_any.cu": Code(
         _depthwise_any, "ELEMENT OUT CHANNELS ALONG_W", "WARPS CTAS_PER_SM COLUMNS STRIDE_H STRIDE_W KERNEL_D KERNEL_H"
     ),
-    "depthwise/passes.cu": Code(_depthwise_pass, "ELEMENT OUT", "MIRRORED DOWN_W DOWN_H UP_W UP_H KERNEL_W"),
+    "depthwise/passes.cu": Code(_depthwise_pass, "ELEMENT OUT CHANNELS", "MIRRORED DOWN_W DOWN_H UP_W UP_H KERNEL_W"),
+    "depthwise/blocked.cu": Code(_depthwise_blocked, "ELEMENT OUT CHANNELS", "MIRRORED DOWN_W UP_W STEP SUMMED"),
     "depthwise/toeplitz.cu": Code(
         _toeplitz, "ELEMENT OUT", "MIRRORED CHANNELS EACH STEP DOWN_W KERNEL_W KERNEL_H PLANES"
     ),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 from jax import numpy as jnp
@@ -49,6 +50,12 @@ def geometry(p: ConvProblem, rank: int) -> Geometry:
         full(p.lhs_dilation),
         full(p.rhs_dilation),
     )
+
+
+def moved(g: Geometry, order: Sequence[int]) -> Geometry:
+    """The geometry with its axes in another order."""
+    given = {name: value for name, value in vars(g).items() if isinstance(value, tuple)}
+    return dataclasses.replace(g, **{name: tuple(values[axis] for axis in order) for name, values in given.items()})
 
 
 @functools.lru_cache(maxsize=4096)

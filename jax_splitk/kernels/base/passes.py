@@ -35,11 +35,13 @@ def steps_refusal(g: Geometry, most: int) -> str | None:
     return None
 
 
-def depthwise_refusal(p: ConvProblem) -> str | None:
-    if p.batch_group_count == 1 and p.feature_group_count == p.in_channels == p.out_channels:
+def depthwise_refusal(p: ConvProblem, multiplier: bool = False) -> str | None:
+    """Why a problem is not depthwise: with one output channel for each input channel, or also with more of them."""
+    groups = p.feature_group_count
+    if p.batch_group_count == 1 and groups == p.in_channels and (multiplier or groups == p.out_channels):
         return None
-    given = f"{p.in_channels} input and {p.out_channels} output channels in {p.feature_group_count} groups"
-    return f"{given}; accepted: as many groups as input and as output channels"
+    given = f"{p.in_channels} input and {p.out_channels} output channels in {groups} groups"
+    return f"{given}; accepted: as many groups as input{'' if multiplier else ' and as output'} channels"
 
 
 def sizes_refusal(p: ConvProblem, g: Geometry) -> str | None:

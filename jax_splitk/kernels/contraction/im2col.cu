@@ -20,14 +20,16 @@
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
 // between the lines of the images is not stored.
 //
-// A tile belongs to one group. Its columns are the group's, and those beyond are not stored.
+// A tile belongs to one group. Its columns are the group's, and those beyond are not stored. Where groups are
+// PADDED, the maps of A and of a K-major B have a dimension for the groups: TMA puts zeros in place of the
+// next group's channels.
 //
 // Roles and barriers: see device/tile_kernel.cuh. A PERSISTENT kernel, without splits, is that of
 // contraction/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
-// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, GROUPED, ROW_BYTES (bytes of a block of
-// channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, OWN_STORES (see
+// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, GROUPED, PADDED, ROW_BYTES (bytes of a block
+// of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, OWN_STORES (see
 // contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
 // device/epilogue.cuh.
 
@@ -205,24 +207,29 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   int c = block.c * BLOCK_K, n = tile.n;
   const int k = c;
 #if GROUPED
-  c += tile.group * g.k;
+  if (!PADDED) c += tile.group * g.k;
   if (B_MN) n += tile.group * g.n;
 #endif
+  [[maybe_unused]] const int group = PADDED ? tile.group : 0;
 #if AXES == 0
-  load_operand<false, false, PIXELS / 64>(a_map, full, a, tile.m, c, 0, hint_for(g.a_once));
+  load_operand<false, false, PIXELS / 64>(a_map, full, a, tile.m, c, group, hint_for(g.a_once));
   const int tap = 0;
 #else
   const auto& on_w = g.on_w[tile.residue.w];
   const uint16_t w = on_w.offset + block.tap.w * g.step.w;
   int tap = on_w.tap + block.tap.w * g.tap_step.w;
   uint8_t* to = shared_pointer(a);
-#if AXES == 1
+#if AXES == 1 && PADDED
+  load_im2col(&a_map, full, to, c, l.window.w, l.n, group, w, 0);
+#elif AXES == 1
   load_im2col(&a_map, full, to, c, l.window.w, l.n, w);
 #else
   const auto& on_h = g.on_h[tile.residue.h];
   const uint16_t h = on_h.offset + block.tap.h * g.step.h;
   tap += on_h.tap + block.tap.h * g.tap_step.h;
-#if AXES == 2
+#if AXES == 2 && PADDED
+  load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.n, group, w, h, 0);
+#elif AXES == 2
   load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
 #else
   const auto& on_d = g.on_d[tile.residue.d];
@@ -236,6 +243,11 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   constexpr int BOXES = (CHANNELS + 63) / 64;
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) {
+    if constexpr (PADDED && !B_MN) {
+      uint8_t* part = shared_pointer(b + i * WEIGHT_PART);
+      load_tile(&b_map, full, hint_for(g.b_once), part, c, n, group, tap + i * g.tap_step.w);
+      continue;
+    }
     load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b + i * WEIGHT_PART, n, B_MN ? k : c,
                                               tap + i * g.tap_step.w, hint_for(g.b_once));
   }

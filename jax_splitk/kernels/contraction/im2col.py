@@ -25,10 +25,11 @@ from jax_splitk.kernels.base.passes import forward, of_both_passes
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.contraction.im2col_config import (
     BARRIER_BYTES,
-    IM2COL_LIMITS,
     Config,
     block_k,
     can_persist,
+    im2col_limits,
+    is_padded,
     row_bytes,
     shared_taps,
     tile_count,
@@ -67,7 +68,8 @@ _FEW_PIXELS = 8192  # of a matrix product whose tiles leave multiprocessors idle
 _PERSISTENT = 5  # candidates
 _STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
 _OWN_STEPS = 36  # of a tile at most, in the mean of its phases: measured with 18, 32 and 36, and with 45, 72 and 108
-_MIN_GROUP = 32  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
+_MIN_GROUP = 24  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
+_LEAST_ROW = 16  # channels of groups that are not padded
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
@@ -142,9 +144,10 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
         channels, columns = forward(p).group_channels
         # A forward pass's weight is loaded from where a group's columns begin.
-        if p.feature_group_count > 1 and (channels % _MIN_GROUP or columns % of_lhs):
+        least = loaded if is_padded(p) else _LEAST_ROW
+        if p.feature_group_count > 1 and (channels < _MIN_GROUP or channels % least or columns % of_lhs):
             given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
-            return f"{given}; accepted: multiples of {_MIN_GROUP} and {of_lhs}, or 1"
+            return f"{given}; accepted: multiples of {least} from {_MIN_GROUP} on and of {of_lhs}, or 1"
         return None
 
     def _axes_refusal(self, p: ConvProblem) -> str | None:
@@ -158,7 +161,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             return "no filter tap reads the input; accepted: at least one that does"
         if is_matrix_product(forward(p)):
             return None
-        lowest, highest, farthest = IM2COL_LIMITS[len(found)]
+        lowest, highest, farthest = im2col_limits(p)
         rank = f"of {len(found)} spatial dimensions"
         for axis in found:
             if not (lowest <= axis.lower <= highest and lowest <= axis.upper <= highest):
@@ -375,6 +378,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "TAPS": config.taps,
             "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
             "GROUPED": int(problem.feature_group_count > 1),
+            "PADDED": int(is_padded(problem)),
             "EMPTY": int(min(self._chains(problem, config)) < config.splits),
             "ROW_BYTES": row_bytes(problem),
             **field_macros(config, "swap"),
@@ -389,7 +393,10 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
         weight = (p.taps, p.group_channels[0], p.out_channels)
         whole = _is_whole(p, config)
-        operands = _lhs_map(p, config), operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
+        of_weight = operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
+        if is_padded(p) and order == "bnk":
+            of_weight = _by_groups(of_weight, p)
+        operands = _lhs_map(p, config), of_weight
         return (*operands, _result_map(p)) if _is_stored_by_tma(p, config) else operands
 
     def result(self, problem: ConvProblem, config: Config) -> plan.Param:
@@ -433,20 +440,35 @@ def _result_map(problem: ConvProblem) -> plan.TiledMap:
     return plan.TiledMap(2, problem.out_dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
 
 
+def _by_groups(weight: plan.TiledMap, problem: ConvProblem) -> plan.TiledMap:
+    """The map of an input gradient's weight with its k by groups: (k of a group, columns, groups, taps)."""
+    each, groups = forward(problem).group_channels[0], problem.feature_group_count
+    (_, columns, taps), (column, tap) = weight.dims, weight.strides
+    of_group = each * jnp.dtype(problem.dtype).itemsize
+    box = (*weight.box[:2], 1, 1)
+    return dataclasses.replace(weight, dims=(each, columns, groups, taps), strides=(column, of_group, tap), box=box)
+
+
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
-    p, of = folded(forward(problem), 1), axes(problem, config.taps)[::-1]
+    p, of, padded = folded(forward(problem), 1), axes(problem, config.taps)[::-1], is_padded(problem)
     if is_matrix_product(p):
-        matrix = (1, pixels(problem), p.in_channels)
-        return operand_map(0, p.dtype, matrix, "bmk", config.pixels, row_bytes(problem))
-    dims = p.lhs_shape[::-1]
+        shape, order = (1, pixels(problem), p.in_channels), "bmk"
+        if padded:
+            shape, order = (pixels(problem), p.feature_group_count, p.group_channels[0]), "mbk"
+        return operand_map(0, p.dtype, shape, order, config.pixels, row_bytes(problem))
+    dims, item = p.lhs_shape[::-1], jnp.dtype(p.dtype).itemsize
+    strides, images = plan.tensor_map_strides(dims, item), ()
+    if padded:  # the images are a spatial dimension that windows do not leave, and the groups stand in their place
+        dims = (p.group_channels[0], *dims[1:], p.feature_group_count)
+        strides, images = (*strides, p.group_channels[0] * item), (0,)
     return plan.Im2colMap(
         buffer=0,
         dtype=map_dtype(p.dtype),
         dims=dims,
-        strides=plan.tensor_map_strides(dims, jnp.dtype(p.dtype).itemsize),
-        element_strides=(1, *(axis.down for axis in of), 1),
-        lower=tuple(axis.lower for axis in of),
-        upper=tuple(axis.upper for axis in of),
+        strides=strides,
+        element_strides=(1, *(axis.down for axis in of), *(1 for _ in images), 1),
+        lower=(*(axis.lower for axis in of), *images),
+        upper=(*(axis.upper for axis in of), *images),
         channels=block_k(problem),
         pixels=config.pixels + of[0].reach,
         swizzle=SWIZZLES[row_bytes(problem)],

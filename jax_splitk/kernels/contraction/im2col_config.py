@@ -22,6 +22,8 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
+_LEAST_ROW = 32  # bytes of an instruction's k
+_MAX_PADDING = 1.25  # times the channels of the least padding: longer rows are fewer rows for TMA
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
 # Tiles of two consumers whose sums fit into half of the registers.
 _TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
@@ -103,11 +105,27 @@ class Config(SplitTile):
 
 
 @functools.lru_cache(maxsize=4096)
+def is_padded(problem: ConvProblem) -> bool:
+    """Whether groups are padded to whole blocks of channels with the zeros that TMA puts beyond the end of a dimension.
+    The tensor maps then have a dimension for the groups, so that the next group's channels are beyond this end."""
+    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    return problem.feature_group_count > 1 and size % (ROW_BYTES // 2) > 0 and len(axes(problem)) < 3
+
+
+def im2col_limits(problem: ConvProblem) -> tuple[int, int, int]:
+    """`IM2COL_LIMITS` by the dimensions of the tensor map of lhs, of which the groups may be one."""
+    return IM2COL_LIMITS[len(axes(problem)) + is_padded(problem)]
+
+
+@functools.lru_cache(maxsize=4096)
 def row_bytes(problem: ConvProblem) -> int:
     """Bytes of a block of channels at one tap: a row of shared memory, or a half or a quarter of a row, so that a stage
-    has several taps instead of zeros. With groups it divides the channels of a group, since the next group's channels
-    follow."""
+    has several taps instead of zeros. With groups that are not padded it divides the channels of a group, since the
+    next group's channels follow. Padded groups have the longest rows that do not add many zeros."""
     size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    if is_padded(problem):
+        whole = {row: -(-size // row) * row for row in SWIZZLES if row >= _LEAST_ROW}
+        return max(row for row, total in whole.items() if total <= _MAX_PADDING * min(whole.values()))
     if problem.feature_group_count > 1:
         return math.gcd(size, ROW_BYTES)
     several = max(map(math.prod, tap_counts(problem))) > 1
@@ -130,7 +148,7 @@ def shared_taps(problem: ConvProblem) -> int:
     if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
         return 1
     last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
-    fits = last.down == 1 and last.reach <= MAX_REACH and last.upper <= IM2COL_LIMITS[len(axes(problem))][1]
+    fits = last.down == 1 and last.reach <= MAX_REACH and last.upper <= im2col_limits(problem)[1]
     return last.shared if fits else 1
 
 

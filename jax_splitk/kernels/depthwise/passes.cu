@@ -6,18 +6,17 @@
 // WINDOW of output rows in registers, adds to them what the next rows of x give, and stores the rows that are
 // complete. Each row of x is read once for all rows of taps, and while the one before it is multiplied.
 //
-// Macros: ELEMENT, OUT, WORDS (of a pixel: 4 bytes each), of each axis INPUT, OUTPUT, KERNEL, DOWN, UP,
+// Macros: ELEMENT, OUT, CHANNELS (of a word), WORDS (of a pixel of the output), MULTIPLIER (output channels
+// of an input channel; if above 1, words have one channel), of each axis INPUT, OUTPUT, KERNEL, DOWN, UP,
 // DILATION, PAD; BASE and OFFSET: a block of UP rows (columns) begins at block * UP + OFFSET, the first one
 // that reaches the output is BASE; BLOCKS: of rows; ROWS: blocks of rows of a strip, which a thread computes;
 // COLUMNS; STRIPS_H, STRIPS_W; MIRRORED.
 
-#include "device/output.cuh"
+#include "depthwise/words.cuh"
 #include "structs.cuh"
 
-using Element = TypeOf<ELEMENT>::type;
-
 constexpr int THREADS = 128;
-constexpr int CHANNELS = 4 / sizeof(Element);  // of a word
+constexpr int X_WORDS = WORDS / MULTIPLIER;
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 constexpr int WINDOW = (KERNEL_H - 1) * DILATION_H / DOWN_H + UP_H;
 constexpr int LEAD = (WINDOW - UP_H) / UP_H;  // blocks of rows whose x reaches into a strip from before it
@@ -27,7 +26,7 @@ constexpr int READ = UP_W > 1 ? (COLUMNS - 1) / UP_W + LEFT + 1 : (COLUMNS - 1) 
 
 // Words of x for a block of rows; those that no tap meets are not loaded.
 struct Line {
-  unsigned words[DOWN_H][READ];
+  Word words[DOWN_H][READ];
 };
 
 // What a thread computes.
@@ -44,19 +43,6 @@ struct Place {
     image = item / OUTPUT_D;
   }
 };
-
-__device__ inline void unpack(unsigned word, float (&x)[CHANNELS]) {
-  if constexpr (ELEMENT == FLOAT) {
-    x[0] = __uint_as_float(word);
-  } else if constexpr (ELEMENT == BF16) {
-    x[0] = __uint_as_float(word << 16);
-    x[1] = __uint_as_float(word & 0xffff0000u);
-  } else {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
-    x[0] = pair.x;
-    x[1] = pair.y;
-  }
-}
 
 // Whether some tap meets row k of those that a block of rows reads.
 __device__ constexpr bool is_row_used(int k) {
@@ -86,7 +72,7 @@ __device__ inline int input_plane(int plane, int t) {
 }
 
 // What the block of rows reads of a plane.
-__device__ inline void load(const unsigned* __restrict__ x, const Place& place, int t, int block, bool more,
+__device__ inline void load(const Word* __restrict__ x, const Place& place, int t, int block, bool more,
                             Line& line) {
   const int plane = input_plane(place.plane, t);
   const int column = UP_W > 1 ? (place.column - OFFSET_W) / UP_W - LEFT
@@ -97,18 +83,18 @@ __device__ inline void load(const unsigned* __restrict__ x, const Place& place, 
     const int row = UP_H > 1 ? block : (block + WINDOW - 1) * DOWN_H - PAD_H + k;
     const bool valid = more && plane >= 0 && row >= 0 && row < INPUT_H;
     const long long pixel = ((long long)(place.image * INPUT_D + plane) * INPUT_H + row) * INPUT_W + column;
-    const unsigned* from = x + pixel * WORDS + place.word;
+    const Word* from = x + pixel * X_WORDS + place.word / MULTIPLIER;
 #pragma unroll
     for (int i = 0; i < READ; ++i) {
       if (!is_column_used(i)) continue;
       const bool inside = valid && unsigned(column + i) < unsigned(INPUT_W);
-      line.words[k][i] = inside ? __ldg(from + i * WORDS) : 0;
+      line.words[k][i] = inside ? __ldg(from + i * X_WORDS) : 0;
     }
   }
 }
 
 // Adds the products with the taps of plane t.
-__device__ inline void accumulate(const Line& line, const unsigned* weights,
+__device__ inline void accumulate(const Line& line, const Word* weights,
                                   float (&sums)[WINDOW][COLUMNS][CHANNELS]) {
 #pragma unroll
   for (int k = 0; k < DOWN_H; ++k) {
@@ -160,11 +146,11 @@ __device__ inline void store(const Place& place, int block, float (&sums)[WINDOW
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    KERNEL()(const unsigned* __restrict__ x, const unsigned* __restrict__ w, Args args, Output* out) {
+    KERNEL()(const Word* __restrict__ x, const Word* __restrict__ w, Args args, Output* out) {
   const int item = blockIdx.x * THREADS + threadIdx.x;
   if (item >= args.items) return;
   const Place place(item);
-  unsigned weights[TAPS];
+  Word weights[TAPS];
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) weights[i] = __ldg(w + (MIRRORED ? TAPS - 1 - i : i) * WORDS + place.word);
   float sums[WINDOW][COLUMNS][CHANNELS] = {};

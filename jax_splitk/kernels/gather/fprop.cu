@@ -1,7 +1,10 @@
-// Forward convolutions with few input channels on Hopper: any strides, dilations and padding, one to three
+// Forward convolutions with few or odd channels on Hopper: any strides, dilations and padding, one to three
 // spatial dimensions, 16-bit operands.
 //
 //   out[pixel, k] = sum over (tap, c) of x[pixel * stride - pad + tap * dilation, c] * w[tap, c, k]
+//
+// or, MIRRORED, the gradient of an input: x is the output's cotangent, and tap's weights are those of the tap
+// at the other end, w[tap, k, c].
 //
 // A stage of the pipeline holds what the windows of a tile of pixels touch (gather/input.cuh). WGMMA's
 // A fragments, [pixels] x [(tap, channel)], are gathered from it into registers: the elements of a `segment`
@@ -18,14 +21,15 @@
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
-// aligned as pairs, GROUP: products of 16 elements in a batch.
+// aligned as pairs, GROUP: products of 16 elements in a batch, ODD: output channels are no multiple of 8, and
+// results are stored one by one; MIRRORED.
 
 #include "device/output.cuh"
 #include "device/skeleton.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
-#include "structs.cuh"
 #include "gather/input.cuh"
+#include "structs.cuh"
 
 using Wgmma = WGMMA_16(TILE_N, RS)<GMMA::Major::K, GMMA::Major::MN>;
 
@@ -44,6 +48,22 @@ using Windows = Pipeline<STAGES, PRODUCERS, 4 * CONSUMERS>;
 
 // By all consumers, with zeros where a segment is filled up and beyond the output channels.
 __device__ inline void load_weights(const Args& g, const Element* w, uint32_t weights, int k0) {
+#if ODD || MIRRORED
+  for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * TILE_N; i += CONSUMER_THREADS) {
+    const int row = i / TILE_N, column = i % TILE_N, k = k0 + column;
+    const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
+    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
+    int64_t from = (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
+    if constexpr (MIRRORED) {  // a segment is a tap's channels or, with RUNS, those of a filter row
+      constexpr int ALL = SEGMENTS * SEGMENT / SLICE;
+      const int tap = segment * (SEGMENT / SLICE) + position / SLICE;
+      from = (int64_t(ALL - 1 - tap) * g.out_channels + k) * SLICE + position % SLICE;
+    }
+    const uint16_t value = is_there ? reinterpret_cast<const uint16_t*>(w)[from] : uint16_t(0);
+    store_shared(weights + column / 64 * BOX_BYTES + swizzled(row, column / 8 % 8) + column % 8 * ITEM,
+                 value);
+  }
+#else
   constexpr int CHUNKS = TILE_N / 8;  // 16 bytes of a row
   for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * CHUNKS; i += CONSUMER_THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS, k = k0 + chunk * 8;
@@ -53,6 +73,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
     const uint4 value = is_there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     store_shared(weights + chunk / 8 * BOX_BYTES + swizzled(row, chunk % 8), value);
   }
+#endif
 }
 
 // ---- producer --------------------------------------------------------------------------------------------
@@ -160,7 +181,15 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
       if (k0 + 8 * j >= g.out_channels) continue;
-      store_values<Output, 2>(to + 8 * j, {acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]});
+      const float (&v)[2] = reinterpret_cast<const float (&)[2]>(acc[4 * j + 2 * half]);
+      if constexpr (ODD) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (k0 + 8 * j + 2 * (lane % 4) + c < g.out_channels) to[8 * j + c] = v[c];
+        }
+      } else {
+        store_values<Output, 2>(to + 8 * j, v);
+      }
     }
   }
 }
@@ -168,6 +197,8 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 constexpr int COLUMNS_AT_ONCE = TILE_N % 64 ? TILE_N : 64;
 constexpr int PITCH_BYTES = COLUMNS_AT_ONCE * 2 + 16;  // eight rows' 16 bytes lie in different banks
 constexpr int WARP_BYTES = 16 * PITCH_BYTES;
+constexpr int TOGETHER = ODD ? 1 : 8;  // results that a lane stores
+using Piece = Vec<Output, TOGETHER>;
 
 __device__ inline uint32_t packed(float low, float high) {
   Vec<Output, 2> pair = converted<Output, 2>({low, high});
@@ -179,7 +210,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
                              const Accumulator& acc, Output* out) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = turn + lane % 16 * PITCH_BYTES + lane / 16 * 16;
-  constexpr int CHUNKS = COLUMNS_AT_ONCE / 8;
+  constexpr int CHUNKS = COLUMNS_AT_ONCE / TOGETHER;
 #pragma unroll
   for (int first = 0; first < TILE_N; first += COLUMNS_AT_ONCE) {
 #pragma unroll
@@ -191,11 +222,11 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
-      const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * 8;
+      const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * TOGETHER;
       const int pixel = pixel_of(g, tile, row + line);
-      const uint4 value = load_shared<uint4>(turn + line * PITCH_BYTES + chunk * 16);
+      const Piece value = load_shared<Piece>(turn + line * PITCH_BYTES + chunk * sizeof(Piece));
       if (pixel < 0 || k >= g.out_channels) continue;
-      *reinterpret_cast<uint4*>(out + int64_t(pixel) * g.out_channels + k) = value;
+      *reinterpret_cast<Piece*>(out + int64_t(pixel) * g.out_channels + k) = value;
     }
     __syncwarp();
   }

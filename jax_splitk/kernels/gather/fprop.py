@@ -1,5 +1,5 @@
-"""Kernel family: forward passes with few input channels, such as a network's first convolution, on Hopper (device code:
-gather/fprop.cu).
+"""Kernel families: forward passes and input gradients with few or odd channels, such as a network's first convolution,
+on Hopper (device code: gather/fprop.cu).
 
 As in wgrad_gather, the input of a tile of pixels lies unchanged in shared memory, and the kernel gathers windows from
 it into registers. The weights stay in shared memory while a thread block goes from tile to tile.
@@ -10,20 +10,24 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jax_splitk.kernels.base import refusals
+from jax_splitk.kernels.base import cost_model, refusals
 from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.base.geometry import axis_macros
+from jax_splitk.kernels.base.passes import forward, of_both_passes
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.gather.layout import SHARED_BYTES, GatherTile, Layout, Volume, fits_twice, layout_of, volume
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
-MAX_CHANNELS = 16
+MAX_CHANNELS = 16  # where other kernels serve more
+MAX_ODD_CHANNELS = 256
 TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
 MAX_STEPS, MAX_ROWS = 128, 1024
@@ -45,8 +49,18 @@ class Config(GatherTile):
 
 @functools.lru_cache(maxsize=4096)
 def _gradient(p: ConvProblem) -> ConvWgradProblem:
-    """The weight gradient of the same convolution."""
-    return ConvWgradProblem(**vars(p))
+    """The weight gradient of the forward pass that runs."""
+    return ConvWgradProblem(**vars(forward(p)))
+
+
+def _is_odd(p: ConvProblem) -> bool:
+    """Whether the family im2col refuses the channels, which TMA loads in units of 16 bytes."""
+    return p.in_channels % (8 if isinstance(p, ConvFpropProblem) else 4) > 0 or p.out_channels % 8 > 0
+
+
+def _least_stages(p: ConvProblem) -> int:
+    """With many channels three stages would leave no room for the weights."""
+    return MIN_STAGES if _gradient(p).in_channels <= MAX_CHANNELS else 2
 
 
 def _volume(p: ConvProblem) -> Volume:
@@ -105,9 +119,8 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
 
 
 class Gather(ModelledFamily[ConvProblem, Config]):
-    """Serves few input channels, each connected to all output channels."""
+    """Serves few or odd channels, each of the input connected to all of the output."""
 
-    name = "fprop_gather"
     ABI = 1
     file = "gather/fprop.cu"
 
@@ -117,10 +130,15 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         p = _gradient(problem)
         if (reason := refusals.dtypes(p, refusals.HALVES) or refusals.groups(p)) is not None:
             return reason
-        if p.in_channels > MAX_CHANNELS:
-            return f"{p.in_channels} input channels; accepted: 1 to {MAX_CHANNELS}"
-        if p.out_channels % 8 or p.out_channels > 65535 * TILE_N[0]:
-            return f"{p.out_channels} output channels; accepted: multiples of 8, up to {65535 * TILE_N[0]}"
+        odd = _is_odd(problem)
+        if not (odd or isinstance(problem, ConvFpropProblem)):
+            given = f"{problem.in_channels} input and {problem.out_channels} output channels"
+            return f"{given}; accepted: numbers that the family im2col refuses"
+        most = MAX_ODD_CHANNELS if odd else MAX_CHANNELS
+        if p.in_channels > most:
+            return f"{p.in_channels} channels of the input; accepted: 1 to {most}"
+        if p.out_channels > 65535 * TILE_N[0]:
+            return f"{p.out_channels} channels of the output; accepted: up to {65535 * TILE_N[0]}"
         reason = refusals.gathered(p, _volume(p), MAX_ROWS)
         if reason is None and next(self._variants(problem), None) is None:
             reason = f"a filter of {p.kernel_spatial}: its weights, or a tile's input, take too much shared memory"
@@ -132,7 +150,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             consumers=range(MIN_CONSUMERS, MAX_CONSUMERS + 1),
             blocks=range(1, 9),
             tile_n=TILE_N,
-            stages=range(MIN_STAGES, MAX_STAGES + 1),
+            stages=range(_least_stages(problem), MAX_STAGES + 1),
         )
         if reason is not None:
             return reason
@@ -151,6 +169,10 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return None
 
+    def uncertainty(self, problem: Any, target: Target) -> float:
+        """That of the forward passes also for input gradients, of which there are no times yet."""
+        return cost_model.uncertainty(FPROP.name, target)
+
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
@@ -163,7 +185,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             if not _group(Config(consumers, blocks, tile_n, 1, 1, 1, 2), 1):
                 continue
             for tile in _pixel_tiles(v, 64 * consumers * blocks):
-                for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
+                for stages in range(MAX_STAGES, _least_stages(problem) - 1, -1):
                     config = Config(consumers, blocks, tile_n, *tile, stages)
                     if self.config_refusal(problem, config) is None:
                         yield config
@@ -217,6 +239,8 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             "SLICE": v.channels,
             "STAGE_BYTES": x.stage_bytes(v, config.images),
             "GROUP": _group(config, together),
+            "ODD": int(v.out_channels % 8 > 0),
+            "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
             **field_macros(x),
         }
@@ -243,7 +267,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as run on the machine at once; each goes from tile to tile."""
         tiles = math.prod(config.block_counts(_volume(problem)))
-        tiles_n = -(-problem.out_channels // config.tile_n)
+        tiles_n = -(-_volume(problem).out_channels // config.tile_n)
         resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)
         grid = (min(tiles, max(1, resident // tiles_n)), tiles_n, 1)
         params = (Pointer(0), Pointer(1), self._args(problem, config), Pointer(2))
@@ -256,4 +280,4 @@ def _ranked(family: Gather, p: ConvProblem, target: Target) -> tuple[Config, ...
     return tuple(family.by_estimate(p, family._variants(p), target)[:_MAX_CANDIDATES])
 
 
-FAMILY = Gather(Config)
+FPROP, DGRAD = of_both_passes(Gather, "gather", Config)

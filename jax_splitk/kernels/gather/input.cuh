@@ -7,6 +7,9 @@
 // rows or columns is GRID_* input pixels, one of planes GRID_D. DENSE: rows are contiguous in memory too
 // (else only pixels are). PIXEL_*: from one output pixel to the next. GRANULE: bytes of one copy.
 
+#include "device/output.cuh"
+#include "structs.cuh"
+
 using Element = TypeOf<ELEMENT>::type;
 
 constexpr int PIXELS = TILE_IMAGES * TILE_P * TILE_Q;  // of a stage

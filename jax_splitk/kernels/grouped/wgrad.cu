@@ -6,8 +6,10 @@
 //
 // Words. Unit: 8 neighbouring channels, 16 bytes, a row of ldmatrix's 8x8 matrices. Bundle: the fewest groups
 // whose channels are whole units on both sides; every unit of X meets every unit of dY of its bundle. Block:
-// the channels of a thread block, whole bundles or a part of one. Octet: 8 neighbouring pixels of an output
-// row. Strip: two octets (the MMA's k of 16), followed from the tile's first row to its last.
+// the channels of a thread block, whole bundles or a part of one. Where groups are PADDED, a bundle is one
+// group, and its blocks may reach into its neighbours: sums with these channels are not stored. Octet: 8
+// neighbouring pixels of an output row. Strip: two octets (the MMA's k of 16), followed from the tile's first
+// row to its last.
 //
 // A tile is IMAGES x ROWS x COLUMNS output pixels and the input that they read; one stage of the pipeline
 // holds it, X first, each as pixels of one TMA box under the swizzle of the pixel's size. Widths are whole
@@ -18,7 +20,8 @@
 // tap rows, some tap columns, units of X and units of dY of one bundle, whose sums stay in its registers.
 // Warps of the same job divide the strips among themselves (slices) and meet in shared memory at the end, in
 // the order of their numbers. With REUSE a row of X is loaded once, for all tap rows, against the last
-// KERNEL_H rows of dY, kept in registers.
+// KERNEL_H rows of dY, kept in registers. Of a filter with many columns (FILTER_W) a thread block has
+// KERNEL_W, one of COLUMN_PARTS parts; what the last part has beyond the filter is not stored.
 //
 // What a strip has beyond the image is read from a row of zeros, as X and as dY: no value is multiplied that
 // the convolution does not multiply.
@@ -27,7 +30,8 @@
 // warps, the consumers, have even begun. `empty` has an arrival of each of these after its last ldmatrix.
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, the fields of grouped.py's Config and Tiling; KERNEL_H to DILATION_W;
-// GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one); RAGGED
+// GROUP_IN, GROUP_OUT (channels per group), BUNDLE (groups), BUNDLE_IN, BUNDLE_OUT (channels of one), PADDED;
+// RAGGED
 // (the last tile of an image may have fewer rows), TILES_H, TILES_W (of an image).
 
 #include "device/skeleton.cuh"
@@ -76,10 +80,20 @@ struct Channels {
   int in, out;
 };
 
+__device__ inline int bundles_at(int block) {
+  return block / (COLUMN_PARTS * IN_PARTS * OUT_PARTS) * BUNDLES;
+}
+
+// The first tap column of a thread block.
+__device__ inline int first_column() { return COLUMN_PARTS > 1 ? blockIdx.x % COLUMN_PARTS * KERNEL_W : 0; }
+
 __device__ inline Channels block_channels(int block) {
+  block /= COLUMN_PARTS;
   const int part = block % (IN_PARTS * OUT_PARTS), bundle = block / (IN_PARTS * OUT_PARTS) * BUNDLES;
-  return {bundle * BUNDLE_IN + part / OUT_PARTS * IN_BLOCK,
-          bundle * BUNDLE_OUT + part % OUT_PARTS * OUT_BLOCK};
+  // Where groups are PADDED, a box begins at a multiple of 16 bytes.
+  const auto begin = [](int channel) { return PADDED ? channel - channel % 8 : channel; };
+  return {begin(bundle * BUNDLE_IN) + part / OUT_PARTS * IN_BLOCK,
+          begin(bundle * BUNDLE_OUT) + part % OUT_PARTS * OUT_BLOCK};
 }
 
 using Ring = Pipeline<STAGES, 1, WARPS>;
@@ -99,7 +113,8 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
     uint64_t* full = pipeline.expect(at, IMAGES * (X_IMAGE + DY_IMAGE));
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const int n = tile.n * IMAGES, p = tile.h * ROWS, q = tile.w * COLUMNS;
-    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad.w, p * STRIDE_H - g.pad.h, n);
+    load_box(x_map, full, stage, channels.in, q * STRIDE_W - g.pad.w + first_column() * DILATION_W,
+             p * STRIDE_H - g.pad.h, n);
     load_box(dy_map, full, stage + DY_OFFSET, channels.out, q, p, n);
   }
 }
@@ -276,7 +291,12 @@ __device__ inline void sync_consumers() { sync_threads<WARPS * 32, 1>(); }
 // swapped so that half a warp, which has 4 rows of a unit, meets all banks.
 constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr bool INCOMPLETE = BUNDLE > 1 && IN_PARTS* OUT_PARTS > 1;
-constexpr int PIECE = INCOMPLETE && GROUP_OUT < 4 ? GROUP_OUT : 4;  // values that a thread stores together
+// Values that a thread stores together.
+constexpr int PIECE = PADDED                        ? (GROUP_OUT % 4 == 0   ? 4
+                                                       : GROUP_OUT % 2 == 0 ? 2
+                                                                            : 1)
+                      : INCOMPLETE && GROUP_OUT < 4 ? GROUP_OUT
+                                                    : 4;
 constexpr int TAP_SUMS = SUM_ROWS * OUT_BLOCK, TAP_PIECES = TAP_SUMS / PIECE;
 constexpr int IN_GROUPS = IN_BLOCK > GROUP_IN ? IN_BLOCK / GROUP_IN : 1;
 constexpr int SUMS_BYTES = TAPS * TAP_SUMS * 4;  // of a slice
@@ -315,23 +335,28 @@ __device__ inline void stage_sums(uint32_t sums, Channels channels, const Job& j
 
 using Piece = Vec<float, PIECE>;
 
-// Adds the slices in their order, and writes out[KERNEL_H][KERNEL_W][GROUP_IN][K].
+// Adds the slices in their order, and writes out[KERNEL_H][FILTER_W][GROUP_IN][K].
 template <class T>
 __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint32_t sums) {
   constexpr int TOGETHER = TAP_PIECES > WARPS * 32 ? 1 : WARPS * 32 / TAP_PIECES;  // taps
   const int first = TAP_PIECES > WARPS * 32 ? 0 : threadIdx.x / TAP_PIECES;
   if (WARPS * 32 % TAP_PIECES && first >= TOGETHER) return;
+  const int bundle = bundles_at(blockIdx.x);
+  // The first row's channel of its group.
+  const auto in = [&] { return PADDED ? channels.in - bundle * BUNDLE_IN : channels.in % GROUP_IN; };
 #pragma unroll 1
   for (int piece = threadIdx.x - first * TAP_PIECES; piece < TAP_PIECES; piece += WARPS * 32) {
     const int row = piece / (OUT_BLOCK / PIECE), column = piece % (OUT_BLOCK / PIECE) * PIECE;
     const int k = channels.out + column;
     if (k >= g.out_channels) continue;
+    if (PADDED && (uint32_t(in() + row) >= GROUP_IN || uint32_t(k - bundle * BUNDLE_OUT) >= GROUP_OUT))
+      continue;
     const int group = k / GROUP_OUT - channels.in / GROUP_IN;  // from the block's first on
     if (INCOMPLETE && uint32_t(group) >= IN_GROUPS) continue;
     uint32_t from =
         sums + ((first * SUM_ROWS + row) * OUT_BLOCK + swapped(row, column / 8) * 8 + column % 8) * 4;
-    T* to = out + size_t(first * GROUP_IN + channels.in % GROUP_IN + row) * g.out_channels + k;
-    const auto store = [&] {
+    T* to = out + size_t(first * GROUP_IN + in() + row) * g.out_channels + k;
+    const auto store = [&](int tap) {
       Piece sum = load_shared<Piece>(from);
 #pragma unroll
       for (int slice = 1; slice < SLICES; ++slice) {
@@ -339,16 +364,23 @@ __device__ inline void store_sums(const Args& g, T* out, Channels channels, uint
 #pragma unroll
         for (int j = 0; j < PIECE; ++j) sum.v[j] += x.v[j];
       }
-      store_values(to, sum.v);
+      if constexpr (COLUMN_PARTS == 1) {
+        store_values(to, sum.v);
+      } else {
+        const int column = first_column() + tap % KERNEL_W, number = tap / KERNEL_W * FILTER_W + column;
+        if (column < FILTER_W) {
+          store_values(out + size_t(number * GROUP_IN + in() + row) * g.out_channels + k, sum.v);
+        }
+      }
       from += TOGETHER * TAP_SUMS * 4;
       to += size_t(TOGETHER * GROUP_IN) * g.out_channels;
     };
     if constexpr (TOGETHER == 1) {
 #pragma unroll(TAPS % 3 ? 1 : 3)
-      for (int tap = 0; tap < TAPS; ++tap) store();
+      for (int tap = 0; tap < TAPS; ++tap) store(tap);
     } else {
 #pragma unroll 1
-      for (int tap = first; tap < TAPS; tap += TOGETHER) store();
+      for (int tap = first; tap < TAPS; tap += TOGETHER) store(tap);
     }
   }
 }

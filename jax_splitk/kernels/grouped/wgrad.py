@@ -1,8 +1,10 @@
 """Kernel family: weight gradients of grouped convolutions with few channels per group, on Hopper by TMA tiles and
 mma.sync (device code: grouped/wgrad.cu, which defines unit, bundle, block, octet, strip, job and slice).
 
-A thread block computes all filter taps of one block of channels, with the sums in its registers. A 1D convolution is
-seen as a 2D one over images of height 1.
+A thread block computes all filter taps of one block of channels, with the sums in its registers, or those of a part of
+a long filter's columns. A 1D convolution is
+seen as a 2D one over images of height 1. Groups of any other width than `GROUP_CHANNELS` are padded to whole blocks: a
+TMA box begins at a multiple of 8 channels, and sums with channels of neighbouring groups are not stored.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from jax_splitk.kernels.base import refusals
 from jax_splitk.kernels.base.family import box_map, field_macros, field_refusal, varied
-from jax_splitk.kernels.base.geometry import axis_macros, bytes_touched, geometry
+from jax_splitk.kernels.base.geometry import Geometry, axis_macros, bytes_touched, equal_parts, geometry
 from jax_splitk.kernels.base.split import SplitFamily, nearby, whole_fours
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
@@ -23,11 +25,12 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, MapParam, TiledMap
 from jax_splitk.runtime.target import Target
 
-GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)
+GROUP_CHANNELS = (2, 4, 8, 16, 32, 64)  # groups that fill blocks
+MAX_GROUP = 256
 IN_BLOCKS, OUT_BLOCKS = (8, 16, 32), (8, 16, 32, 64)  # channels of a thread block: a TMA box of 16 to 128 bytes
 UNIT = 8  # channels of a row of ldmatrix's matrices
 OCTET = 8  # pixels of one of ldmatrix's matrices
-MAX_KERNEL = 16
+MAX_KERNEL = 16  # rows, and columns of a part
 MAX_BOX = 256  # extent of a TMA box
 MAX_ROWS = 32  # a strip's rows are unrolled
 MAX_WARPS = 16
@@ -61,11 +64,29 @@ class Config:
     splits: int
 
 
+def is_padded(p: ConvWgradProblem) -> bool:
+    """Whether the blocks of a group's channels may reach beyond the group."""
+    return not {*p.group_channels} <= {*GROUP_CHANNELS}
+
+
 def bundle(p: ConvWgradProblem) -> tuple[int, int, int]:
-    """(groups, input channels, output channels) of a bundle."""
+    """(groups, input channels, output channels) of a bundle: one group, if groups are padded."""
     group_in, group_out = p.group_channels
+    if is_padded(p):
+        return 1, group_in, group_out
     groups = max(1, UNIT // group_in, UNIT // group_out)
     return groups, groups * group_in, groups * group_out
+
+
+@functools.lru_cache(maxsize=4096)
+def seen(p: ConvWgradProblem) -> Geometry:
+    """The geometry with a thread block's part of the filter: all rows, and a part of the columns if these are many."""
+    g = geometry(p, 2)
+    return dataclasses.replace(g, kernel=(g.kernel[0], equal_parts(g.kernel[1], MAX_KERNEL)[0]))
+
+
+def _column_parts(p: ConvWgradProblem) -> int:
+    return -(-geometry(p, 2).kernel[1] // seen(p).kernel[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +95,8 @@ class Tiling:
 
     Attributes:
       in_parts, out_parts: blocks along the input and the output channels of a bundle.
-      sum_rows: input channels with which an output channel of the block has sums: at most those of its group.
+      sum_rows: input channels with which an output channel of the block has sums: at most those of its group, or all
+        of the block if groups are padded.
       x_height, x_width, dy_width: pixels of a tile's boxes; widths in whole octets.
       dy_offset: offset of dY in a stage, in bytes.
       strips: pairs of octets of a tile's row.
@@ -115,13 +137,13 @@ class Tiling:
 @functools.lru_cache(maxsize=4096)
 def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
     """The tiling with the largest jobs whose accumulators leave room for other registers."""
-    g, (_, bundle_in, bundle_out) = geometry(p, 2), bundle(p)
+    g, (_, bundle_in, bundle_out) = seen(p), bundle(p)
     pixels = config.images * config.rows
     x_height = (config.rows - 1) * g.stride[0] + g.reach[0] + 1
     x_width = sm.above((config.columns - 1) * g.stride[1] + g.reach[1] + 1, OCTET)
     dy_width = sm.above(config.columns, OCTET)
     x_bytes = sm.above(config.images * x_height * x_width * config.in_block * 2, 1024)
-    bundles = max(1, config.in_block // bundle_in)
+    bundles = 1 if is_padded(p) else max(1, config.in_block // bundle_in)
     in_units, out_units = config.in_block // UNIT // bundles, config.out_block // UNIT // bundles
     warp_in, warp_out, columns = min(2, in_units), min(4, out_units), g.kernel[1]
     while g.kernel[0] * -(-warp_in * columns // 2) * warp_out * 4 > MAX_ACCUMULATORS and (warp_out > 1 or columns > 1):
@@ -130,9 +152,9 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
         else:
             columns = -(-columns // 2)
     return Tiling(
-        in_parts=max(1, bundle_in // config.in_block),
-        out_parts=max(1, bundle_out // config.out_block),
-        sum_rows=min(config.in_block, p.group_channels[0]),
+        in_parts=-(-(_covered(bundle_in) if is_padded(p) else bundle_in) // config.in_block),
+        out_parts=-(-(_covered(bundle_out) if is_padded(p) else bundle_out) // config.out_block),
+        sum_rows=config.in_block if is_padded(p) else min(config.in_block, p.group_channels[0]),
         x_height=x_height,
         x_width=x_width,
         dy_width=dy_width,
@@ -149,7 +171,7 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
 
 def registers(p: ConvWgradProblem, t: Tiling) -> int:
     """The most registers of a thread: accumulators, rows of dY, two rows of X, addresses and others."""
-    height = geometry(p, 2).kernel[0]
+    height = seen(p).kernel[0]
     rows = height if t.reuse else 1
     count = height * t.pairs * t.warp_out * 4 + 2 * rows * t.warp_out + 8 * t.pairs + 2 * (t.pairs + t.warp_out) + 28
     return sm.above(count, 8)
@@ -158,7 +180,7 @@ def registers(p: ConvWgradProblem, t: Tiling) -> int:
 def shared_bytes(p: ConvWgradProblem, config: Config) -> int:
     """Bytes of the pipeline, whose space the slices' sums use at the end."""
     t = tiling(p, config)
-    sums = math.prod(geometry(p, 2).kernel) * t.sum_rows * config.out_block * 4
+    sums = math.prod(seen(p).kernel) * t.sum_rows * config.out_block * 4
     return max(config.stages * t.stage_bytes, config.slices * sums) + sm.ALIGNMENT_BYTES
 
 
@@ -166,16 +188,27 @@ def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count == 1:
         return "feature_group_count 1; accepted: at least 2"
     group_in, group_out = p.group_channels
-    if group_in not in GROUP_CHANNELS or group_out not in GROUP_CHANNELS:
-        accepted = ", ".join(map(str, GROUP_CHANNELS))
-        return f"{group_in} input and {group_out} output channels per group; accepted: {accepted}"
-    return None
+    largest = GROUP_CHANNELS[-1]
+    if not is_padded(p) or (
+        min(group_in, group_out) > 1
+        and max(group_in, group_out) <= MAX_GROUP
+        and (group_in % largest or group_out % largest)  # else WGMMA's tiles are full
+    ):
+        return None
+    given = f"{group_in} input and {group_out} output channels per group"
+    return f"{given}; accepted: 2 to {MAX_GROUP}, and not multiples of {largest} above it"
 
 
 def _filter_refusal(p: ConvWgradProblem) -> str | None:
-    if max(p.kernel_spatial) <= MAX_KERNEL:
+    if geometry(p, 2).kernel[0] <= MAX_KERNEL:
         return None
-    return f"a filter of {p.kernel_spatial}; accepted: sides up to {MAX_KERNEL}"
+    return f"a filter of {p.kernel_spatial}; accepted: up to {MAX_KERNEL} rows"
+
+
+def _covered(channels: int) -> int:
+    """The channels of a padded group, and those between the multiple of 8 at which its first box begins and the group,
+    at most."""
+    return channels + UNIT - math.gcd(channels, UNIT)
 
 
 def _smallest(p: ConvWgradProblem) -> Config:
@@ -187,6 +220,12 @@ def _smallest(p: ConvWgradProblem) -> Config:
 def _blocks(p: ConvWgradProblem) -> list[tuple[int, int]]:
     """The legal (in_block, out_block), largest first."""
     _, bundle_in, bundle_out = bundle(p)
+    if is_padded(p):
+        ins, outs = (
+            [block for block in blocks if block < n] + [block for block in blocks if block >= n][:1]
+            for blocks, n in ((IN_BLOCKS, _covered(bundle_in)), (OUT_BLOCKS, _covered(bundle_out)))
+        )
+        return sorted(itertools.product(ins, outs), key=lambda block: (-sum(block), -block[0]))
     whole = [(i, o) for i in IN_BLOCKS for o in OUT_BLOCKS if i % bundle_in == 0 and i * bundle_out == o * bundle_in]
     parts = [(i, o) for i in IN_BLOCKS for o in OUT_BLOCKS if bundle_in % i == 0 and bundle_out % o == 0]
     return sorted({*whole, *parts}, key=lambda block: (-sum(block), -block[0]))
@@ -211,7 +250,7 @@ def _column_counts(out_w: int) -> list[int]:
 
 def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float], float]:
     """The work of a tile: the part that its warps share, and the turns of its slowest warp."""
-    g, t = geometry(p, 2), tiling(p, config)
+    g, t = seen(p), tiling(p, config)
     strips, steps = t.jobs * t.strips, t.jobs * t.strips * config.rows
     x_rows = t.x_height if t.reuse else config.rows * g.kernel[0]
     row_mmas = g.kernel[0] * t.pairs * t.warp_out  # of a strip's row
@@ -272,10 +311,10 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
             return f"{needed} bytes of shared memory; accepted: at most {sm.SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles", uneven=True)
 
-    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
-        """Numbers of blocks along bundles, and along a bundle's input and output channels."""
+    def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int, int]:
+        """Numbers of blocks along bundles, along a bundle's input and output channels, and of parts of the filter."""
         bundles, t = problem.feature_group_count // bundle(problem)[0], tiling(problem, config)
-        return -(-bundles // t.bundles), t.in_parts, t.out_parts
+        return -(-bundles // t.bundles), t.in_parts, t.out_parts, _column_parts(problem)
 
     def block_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Numbers of tiles of pixels along groups of images, rows and columns."""
@@ -298,8 +337,12 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
 
     def variants(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """Legal configs with one split, the most promising first."""
-        # Blocks of 64 or 128 bytes a pixel where the bundles allow it.
-        found = self._variants_of(problem, 32) or self._variants_of(problem, UNIT) or [_smallest(problem)]
+        # Blocks of 64 or 128 bytes a pixel where the bundles allow it; smaller ones may have less padding.
+        found = (
+            self._variants_of(problem, 16 if is_padded(problem) else 32)
+            or self._variants_of(problem, UNIT)
+            or [_smallest(problem)]
+        )
         of = {c: variant for variant in found for c in self.in_waves(problem, variant, target)}
         return list(dict.fromkeys(of[c] for c in self.by_estimate(problem, of, target)))
 
@@ -361,23 +404,24 @@ class Grouped(SplitFamily[ConvWgradProblem, Config]):
 
     def macros(self, problem: ConvWgradProblem, config: Config) -> dict[str, int]:
         """Macros, specialised to the window, the groups and the image's tiles, not to splits."""
-        p, g, t = problem, geometry(problem, 2), tiling(problem, config)
+        p, g, t = problem, seen(problem), tiling(problem, config)
         groups, bundle_in, bundle_out = bundle(p)
         _, tiles_h, tiles_w = self.block_counts(p, config)
         return {
             **super().macros(problem, config),
             **axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
             **dict(zip(("GROUP_IN", "GROUP_OUT"), p.group_channels, strict=True)),
-            **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out},
+            **{"BUNDLE": groups, "BUNDLE_IN": bundle_in, "BUNDLE_OUT": bundle_out, "PADDED": int(is_padded(p))},
             **field_macros(config, "in_block", "out_block", "images", "rows", "columns", "slices", "stages"),
             **field_macros(t),
+            **{"FILTER_W": geometry(p, 2).kernel[1], "COLUMN_PARTS": _column_parts(p)},
             "RAGGED": int(g.out[0] % config.rows != 0),
             "TILES_H": tiles_h,
             "TILES_W": tiles_w,
         }
 
     def maps(self, problem: ConvWgradProblem, config: Config) -> tuple[TiledMap, ...]:
-        p, g, t = problem, geometry(problem, 2), tiling(problem, config)
+        p, g, t = problem, seen(problem), tiling(problem, config)
         x_box = (config.in_block, t.x_width, t.x_height, config.images)
         dy_box = (config.out_block, t.dy_width, config.rows, config.images)
         return (

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_splitk.kernels.base.passes import forward
 from jax_splitk.kernels.gather import fprop as gather
-from jax_splitk.kernels.gather.fprop import FAMILY
+from jax_splitk.kernels.gather.fprop import FPROP
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.exhaustive import thinned
@@ -24,7 +25,7 @@ def few_blocks(plan: DevicePlan) -> DevicePlan:
 
 @pytest.mark.parametrize(("p", "config"), thinned(GATHER.runs, 5))
 def test_tiles_that_take_turns_are_exact(p: Any, config: gather.Config) -> None:
-    emulated.check(FAMILY, p, config, change=few_blocks)
+    emulated.check(GATHER.of(p), p, config, change=few_blocks)
 
 
 @pytest.mark.parametrize(("change", "reason"), [
@@ -38,11 +39,11 @@ def test_tiles_that_take_turns_are_exact(p: Any, config: gather.Config) -> None:
 def test_config_refusals(change: dict[str, Any], reason: str) -> None:
     p, config = GATHER.runs[0]
     with pytest.raises(ValueError, match=reason):
-        raise ValueError(FAMILY.config_refusal(p, dataclasses.replace(config, **change)))
+        raise ValueError(FPROP.config_refusal(p, dataclasses.replace(config, **change)))
 
 
 def test_candidates_cover_the_output() -> None:
     for p, _ in GATHER.runs:
-        for config in FAMILY.candidates(p, DEFAULT_CUDA):
+        for config in GATHER.of(p).candidates(p, DEFAULT_CUDA):
             counts = config.block_counts(gather._volume(p))
-            assert np.prod(counts) * config.pixels >= p.batch * np.prod(p.output_spatial)
+            assert np.prod(counts) * config.pixels >= p.batch * np.prod(forward(p).output_spatial)

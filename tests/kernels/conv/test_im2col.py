@@ -134,7 +134,9 @@ def test_candidates_keep_their_weight_where_they_can() -> None:
 def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
     """With such weights TMA would end the GPU's context."""
     p = problem(FPROP, (6, 6), (1, 3), 64, 2 * 68, groups=2)
-    assert "of 32 channels to 68 each; accepted: multiples of 32 and 8, or 1" in str(im2col.FPROP.refusal(p))
+    assert "of 32 channels to 68 each; accepted: multiples of 16 from 24 on and of 8, or 1" in str(
+        im2col.FPROP.refusal(p)
+    )
     x, w = (np.zeros(shape, ml_dtypes.bfloat16) for shape in p.operand_shapes)
     with pytest.raises(emulator.EmulationError, match="a tensor map's load from element 68"):
         emulator.run(im2col.FPROP.plan(p, tile(64, 64)), [x, w], [np.zeros(p.out_shape, ml_dtypes.bfloat16)])

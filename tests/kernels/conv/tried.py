@@ -112,8 +112,13 @@ def _depthwise(kind: type[Any], channels: int, **more: Any) -> Any:
 
 
 def _draw_depthwise(rng: Rng, kind: type[Any]) -> Any:
-    more = geometry(rng, (40, 14, 8), (6, 6, 6), ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4))
-    return _depthwise(kind, 2 * int(rng.integers(1, 5)), **more, **dtypes(rng, "float32", "bfloat16", "float16"))
+    """With small filters, or with filters that are read in blocks of taps."""
+    steps = ("stride", 5), ("lhs_dilation", 5), ("rhs_dilation", 4)
+    sizes, kernels = ((40, 14, 8), (6, 6, 6)) if rng.random() < 0.5 else ((200, 30, 9), (65, 16, 9))
+    more = geometry(rng, sizes, kernels, *steps)
+    channels, each = int(rng.choice([1, 2, 3, 4, 6, 8, 37])), int(rng.choice([1, 1, 1, 2, 3]))
+    more |= dtypes(rng, "float32", "bfloat16", "float16")
+    return conv_of(kind, channels=(channels, channels * each), groups=channels, **more)
 
 
 DEPTHWISE = Tried(
@@ -130,18 +135,23 @@ DEPTHWISE = Tried(
             ((28, 28), (5, 5), 240, {"padding": 2, "stride": 2, "dtype": "bfloat16", "out_dtype": "float32"}),
             ((1000,), (4,), 512, {"padding": ((3, 0),), **BF16}),
             ((8, 28, 28), (3, 3, 3), 64, {"padding": 1, **FLOAT}),
+            ((1000,), (31,), 144, {"padding": 15, **FLOAT}),
+            ((1000,), (64,), 37, {"padding": ((63, 0),), **BF16}),
+            ((28, 28), (15, 15), 64, {"padding": 7, **FLOAT}),
         )
     ],
     measured=[_depthwise(kind, 96, size=(56, 56), kernel=(3, 3), batch=16, padding=1, **BF16) for kind in BOTH],
     base=lambda kind: _depthwise(kind, 4, size=(9, 10), kernel=(3, 3), padding=1, **FLOAT),
     refused=[
-        ({"out_channels": 8}, "4 input and 8 output channels in 4 groups; accepted: as many groups as"),
+        ({"out_channels": 8, "feature_group_count": 2},
+         "4 input and 8 output channels in 2 groups; accepted: as many groups as input channels"),
         ({"dtype": "float64"}, "dtype float64; accepted: float32, bfloat16, float16"),
-        ({"kernel_spatial": (8, 1)}, r"a filter of \(8, 1\); accepted: sides up to 7 and 49 taps"),
-        ({"window_strides": (5, 1)}, "; accepted: one of them 1, 1 to 4"),
+        ({"in_channels": 16, "out_channels": 16, "feature_group_count": 16, "kernel_spatial": (8, 1),
+          "dtype": "bfloat16"},
+         r"a filter of \(8, 1\); accepted: sides up to 7 and 49 taps, or a problem that the family toeplitz refuses"),
+        ({"window_strides": (17, 1)}, "; accepted: one of them 1, 1 to 16"),
         ({"window_strides": (2, 1), "lhs_dilation": (2, 1)}, "stride 2 of an input dilated by 2; accepted: one"),
         ({"batch": 0}, "accepted: sizes of 1 to"),
-        ({"rhs_dilation": (120, 1)}, "the sums need more registers than a thread can have"),
     ],
     best=2,
 )  # fmt: skip
@@ -278,17 +288,21 @@ def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
     steps = ("stride", 5), ("lhs_dilation", 3), ("rhs_dilation", 4)
     more = geometry(rng, (300, 40, 12), (17, 9, 5), *steps)
     more |= chosen(rng, (HALF, BF16, *({"dtype": dtype, "out_dtype": "float32"} for dtype in ("bfloat16", "float16"))))
-    return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
+    if rng.random() < 0.5 and kind is ConvFpropProblem:
+        return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
+    return conv_of(kind, channels=(int(rng.integers(1, 70)), int(rng.integers(1, 70))), **more)
 
 
 def _gather_sibling(rng: Rng, p: ConvProblem, config: gather.Config) -> tuple[ConvProblem, gather.Config]:
     """Another problem; the number of output channels may differ, too."""
-    batch, channels = int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
-    return dataclasses.replace(p, batch=batch, out_channels=channels), config
+    p = dataclasses.replace(p, batch=int(rng.integers(1, 40)))
+    if isinstance(p, ConvFpropProblem) and p.out_channels % 8 == 0:
+        p = dataclasses.replace(p, out_channels=8 * int(rng.integers(1, 40)))
+    return p, config
 
 
 GATHER = Tried(
-    {ConvFpropProblem: gather.FAMILY},
+    {ConvFpropProblem: gather.FPROP, ConvDgradProblem: gather.DGRAD},
     lambda c: (c.tile_n, c.consumers),
     _draw_gather,
     networks=[
@@ -304,6 +318,14 @@ GATHER = Tried(
              {"batch": 1, "stride": (1, 2, 2), "padding": ((1, 1), (3, 3), (3, 3)), **BF16}),
             ((8000,), (10,), (1, 512), {"batch": 4, "stride": 5, **BF16}),
         )
+    ]
+    + [
+        conv_of(kind, size, kernel, channels, batch=4, **more)
+        for kind in BOTH
+        for size, kernel, channels, more in (
+            ((32, 32), (3, 3), (37, 53), {"padding": 1, **BF16}),
+            ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
+        )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
     base=lambda kind: conv_of(kind, (40, 40), (7, 7), (3, 64), stride=2, padding=3),
@@ -311,10 +333,11 @@ GATHER = Tried(
         ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
-        ({"in_channels": 17}, "17 input channels; accepted: 1 to 16"),
-        ({"out_channels": 60}, "60 output channels; accepted: multiples of 8"),
+        ({"in_channels": 24, "out_channels": 24},
+         "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that the family im2col)"),
+        ({"in_channels": 257, "out_channels": 257}, "257 channels of the input; accepted: 1 to 256"),
         ({"batch": 0}, "0 output pixels; accepted: 1 to"),
-        ({"kernel_spatial": (32, 32), "in_channels": 8}, "take too much shared memory"),
+        ({"kernel_spatial": (32, 32), "in_channels": 5, "out_channels": 7}, "take too much shared memory"),
     ],
     sibling=_gather_sibling,
 )  # fmt: skip
@@ -409,7 +432,8 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
         channels = [8 * int(rng.integers(1, 5)) for _ in range(2)]
     elif rng.random() < 0.3:
         more["groups"] = int(rng.integers(2, 4))
-        whole, other = 32 * int(rng.integers(1, 4)), 4 * int(rng.integers(1, 24))
+        whole = int(rng.choice([32, 64, 96, *range(24, 128, 8)]))
+        other = 4 * int(rng.integers(1, 24))
         channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
     types = dtypes(rng, *("bfloat16", "float16", "float32")[: 2 + (kind is ConvDgradProblem)])
     return conv_of(kind, channels=(channels[0], channels[1]), **more, **types)
@@ -439,6 +463,8 @@ DENSE: list[ConvProblem] = [
         (4, (64, 64), (5, 5), (16, 16), {"padding": 2, **HALF}),
         (8, (28, 28), (3, 3), (192, 192), {"padding": 1, "groups": 3}),
         (8, (28, 28), (3, 3), (128, 192), {"padding": 1, "groups": 2, "stride": 2}),
+        (8, (28, 28), (3, 3), (160, 160), {"padding": 1, "groups": 4}),
+        (4, (200,), (64,), (96, 96), {"padding": ((32, 31),), "groups": 2}),
     )
 ]  # fmt: skip
 IM2COL = Tried(
@@ -449,8 +475,8 @@ IM2COL = Tried(
     measured=DENSE[::2],
     base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
     refused=[
-        ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples"),
-        ({"feature_group_count": 2, "out_channels": 88}, "to [34][24] each; accepted: multiples of 32 and [48], or 1"),
+        ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples of 8 from"),
+        ({"feature_group_count": 2, "out_channels": 88}, "of (32|44) channels to (44|32) each; accepted: "),
         ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
         ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),

@@ -47,6 +47,14 @@ CASES = [
     (problem((40,), (3,), 8, padding=((26, 0),), rhs_dilation=13, batch=9), Config(16, 2, 8, 4, 1)),
     (problem((6, 8, 7), (3, 1, 1), 8, padding=((1, 1), (0, 0), (0, 0)), **HALF), Config(7, 4, 2, 4, 1)),
     (problem((6, 7), (2, 2), 2, multiplier=5, stride=(4, 3)), Config(2, 1, 1, 4, 1)),
+    # Blocks of taps, some of which reach beyond the filter.
+    (problem((90,), (64,), 6, batch=9, padding=((63, 0),), **HALF), Config(8, 1, 2, 4, 2)),
+    (problem((70,), (37,), 3, padding=((18, 18),), out_dtype="bfloat16"), Config(7, 4, 2, 8, 1)),
+    (problem((15, 14), (15, 15), 5, batch=1, padding=7), Config(6, 1, 8, 4, 3)),
+    (problem((21, 24), (3, 10), 4, padding=((4, 4), (9, 12)), stride=(1, 3), rhs_dilation=(4, 2)),
+     Config(2, 1, 2, 4, 2)),
+    (problem((6, 9, 8), (5, 5, 5), 3, padding=2, multiplier=2, **HALF), Config(3, 4, 2, 4, 1)),
+    (problem((60, 1), (17, 1), 7, padding=((16, 0), (0, 0)), rhs_dilation=(3, 1)), Config(4, 1, 8, 4, 1)),
 ]  # fmt: skip
 
 
@@ -79,6 +87,8 @@ def test_a_thread_slides_where_the_image_is_long() -> None:
             problem((40, 30), (3, 3), rhs_dilation=(8, 1)),
             {"ALONG_W": 1, "OUTPUT_D": 24, "KERNEL_D": 3, "DILATION_D": 8},
         ),
+        (problem((100,), (64,)), {"ALONG_W": 1, "OUTPUT_W": 37, "KERNEL_W": 16, "FILTER_W": 64}),
+        (problem((20, 30), (15, 15)), {"ALONG_W": 0, "KERNEL_H": 3, "KERNEL_W": 15, "FILTER_H": 15}),
     ):
         made = FAMILY.macros(p, FAMILY.candidates(p, DEFAULT_CUDA)[0])
         assert macros.items() <= made.items()

@@ -1,0 +1,44 @@
+"""benchmarks/kinds.py: a seed gives the same cases, kernels serve them, and a run on small ones."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+from benchmarks import conv, kinds
+from jax_splitk import kernels
+from jax_splitk.runtime.target import DEFAULT_CUDA
+
+# Passes that no kernel serves: XLA computes them.
+UNSERVED = {("few-outputs", "fprop"), ("odd", "dgrad")}
+
+
+def test_a_seed_gives_the_same_cases_of_every_kind() -> None:
+    cases = list(kinds.drawn())
+    assert cases == list(kinds.drawn()) != list(kinds.drawn(seed=1))
+    assert len({case.name for case in cases}) == len(cases) == len(kinds.KINDS) * kinds.DRAWS * 3
+    for case in cases:
+        case.as_given().validate()
+        assert 1e5 < case.problem().flops < 2e12, case.name
+
+
+def test_kernels_serve_the_cases_on_hopper() -> None:
+    for case in kinds.drawn():
+        problem = case.problem()
+        served = [f for f in kernels.families(problem.op, "cuda") if f.refusal(problem, None, DEFAULT_CUDA) is None]
+        assert served or (case.group, case.which) in UNSERVED, case.name
+        assert all(family.candidates(problem, DEFAULT_CUDA) for family in served), case.name
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+def test_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(conv, "QUICK_CPU_FLOPS", 1e6)
+    path = tmp_path / "report.json"
+    chosen = [next(c.name for c in kinds.drawn() if c.group == group) for group in ("depthwise-dilated", "groups")]
+    assert kinds.main(["--cases", *chosen, "--quick", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert {result["case"]["group"] for result in report["results"]} == {"depthwise-dilated", "groups"}
+    assert all(result["ours_error"] < 1e-2 for result in report["results"])
+    assert report["seed"] == kinds.SEED and set(report["summary"]) == {"depthwise-dilated", "groups"}
+    assert "groups: XLA/ours" in capsys.readouterr().out
