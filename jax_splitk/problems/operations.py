@@ -31,6 +31,8 @@ class Operation:
       check: the same as `reference`, with less memory or time. If it is given, results are checked against it.
       kinds: how many kinds of random operands there are; seeds in a row draw one kind after the other. A candidate's
         time is the mean over all kinds.
+      operand_error: function of a problem: the relative error of results by kernels that round operands which the
+        reference does not round.
       represented: function of a problem: problems for which its decision may hold, one for each kernel that it may
         need.
     """
@@ -42,6 +44,7 @@ class Operation:
     represented: Callable[[Any], Iterable[Any]] = lambda problem: ()
     check: Callable[..., jax.Array] | None = None
     kinds: int = 1
+    operand_error: Callable[[Any], float] = lambda problem: 0.0
 
 
 def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]) -> Operation:
@@ -64,6 +67,7 @@ OPERATIONS: dict[str, Operation] = {
         quantized_reference.problem_product,
         QuantizedMatmulProblem.representatives,
         QuantizedMatmulProblem.represented,
+        operand_error=quantized_reference.table_error,
     ),
     "ragged_dot": Operation(
         RaggedDotProblem,

@@ -118,6 +118,13 @@ _COTANGENTS = {
 }
 
 
+def table_error(problem: QuantizedMatmulProblem) -> float:
+    """A bound of the relative error of kernels that round the table of nf4 to the 16 bits that they multiply."""
+    if problem.qtype != "nf4":
+        return 0.0
+    return 2.0**-8 if problem.x_dtype == "bfloat16" else 2.0**-11
+
+
 def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[np.ndarray, ...]:
     """(x, words, scale[, zero_point][, channel_scale]): every code of the format but NaN, and scales that make results
     of about 1."""

@@ -224,7 +224,7 @@ class Bench:
         """Why a result for operands of a kind is wrong; None if it is not. Most results are near XLA's own. The error
         of others is compared with XLA's error: XLA's kernels differ among themselves by more than ours do where sums
         are long."""
-        accepted = TOLERANCE[self.problem.out_dtype]
+        accepted = TOLERANCE[self.problem.out_dtype] + self.operation.operand_error(self.problem)
         if self._xlas and float(_relative_error(result, self._xlas[kind])) <= accepted:
             return None
         error = float(_relative_error(result, self._references[kind]))

@@ -22,7 +22,8 @@ from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import problem_product
-from jax_splitk.tuning import entry, select, store, tuner
+from jax_splitk.quantized import formats
+from jax_splitk.tuning import entry, measure, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import problem_from_dict
 from jax_splitk.tuning.options import Options
@@ -96,6 +97,36 @@ def test_random_operands_are_a_fair_trial(qtype: str, zero_dtype: str, x_dtype: 
     assert (out.shape, out.dtype) == ((7, 70), jnp.float32)
     assert 0.1 < np.std(out) < 10
     assert not any(np.array_equal(a, b) for a, b in zip(operands, others, strict=True))
+
+
+@pytest.mark.parametrize(("scale", "channel"), [
+    ("float8_e8m0fnu", "none"), ("float8_e4m3fn", "none"), ("float8_e4m3fn", "float32"),
+])  # fmt: skip
+def test_random_scales_of_a_byte_are_a_fair_trial(scale: str, channel: str) -> None:
+    problem = QuantizedMatmulProblem(
+        7, 4096, 70, "bfloat16", "float32", "float4_e2m1fn", 32, scale, channel_dtype=channel
+    )
+    problem.validate()
+    operands = OPERATIONS["quantized_matmul"].random_operands(problem, SEED)
+    assert [(x.shape, x.dtype) for x in operands] == [
+        (shape, jnp.dtype(dtype)) for shape, dtype in problem.operand_types
+    ]
+    assert 0.1 < np.std(jax.jit(functools.partial(problem_product, problem))(*operands)) < 10
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+def test_kernels_that_round_the_table_of_nf4_pass_the_check(x_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for GPUs round it to x's dtype. Their float32 results differ from XLA's by more than sums do."""
+    problem = QuantizedMatmulProblem(7, 1024, 70, x_dtype, "float32", "nf4", 64, "bfloat16")
+    operation = OPERATIONS["quantized_matmul"]
+    operands = operation.random_operands(problem, SEED)
+    exact = problem_product(problem, *operands)
+    monkeypatch.setattr(formats, "NF4", formats.NF4.astype(x_dtype).astype(np.float32))
+    error = float(jnp.linalg.norm(problem_product(problem, *operands) - exact) / jnp.linalg.norm(exact))
+    assert error < operation.operand_error(problem) < 10 * error
+    assert operation.operand_error(dataclasses.replace(problem, qtype="int4")) == 0
+    if x_dtype == "bfloat16":
+        assert error > measure.TOLERANCE["float32"]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
