@@ -159,8 +159,17 @@ SUITE += [Case(n, 8192, features, x_dtype=E4M3) for n, features in ((8, 3584), (
 DECODED = [
     Case(rows, 384, 200, qtype, group_size, zero, scale_dtype, **types)
     for ((qtype, zero), (group_size, scale_dtype), types), rows in zip(
-        itertools.product(formats.CASES, formats.GROUPS, ({}, HALF, {"out_dtype": "float32"}, {"x_dtype": E4M3})),
+        itertools.product(formats.CASES, formats.FLOAT_GROUPS, ({}, HALF, {"out_dtype": "float32"}, {"x_dtype": E4M3})),
         itertools.cycle((32, 384, 64, 48, 384)),
+        strict=False,
+    )
+]
+DECODED += [
+    Case(rows, 384, 200, qtype, group_size, None, scale, channel=channel, **types)
+    for (qtype, group_size, scale, channel), types, rows in zip(
+        itertools.product(("float4_e2m1fn", "int4"), (16, 32, 384), (E8M0, E4M3), (False, True)),
+        itertools.cycle(({}, HALF, {"out_dtype": "float32"}, {"x_dtype": E4M3}, {})),
+        itertools.cycle((32, 384, 64)),
         strict=False,
     )
 ]
