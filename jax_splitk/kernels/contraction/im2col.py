@@ -285,8 +285,12 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
-        """XLA's matrix products are as fast if tiles fill the machine without splits."""
+        """XLA's matrix products are as fast if tiles fill the machine without splits. Of padded groups no times are
+        known."""
         p = problem
+        if is_padded(p):
+            each = forward(p).group_channels[0]
+            return f"groups of {each} channels, padded to multiples of {block_k(p)}, were not measured"
         if is_matrix_product(forward(p)) and pixels(p) > _FEW_PIXELS:
             return (
                 f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"

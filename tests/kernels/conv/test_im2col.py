@@ -144,6 +144,16 @@ def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
     assert im2col.DGRAD.refusal(problem(DGRAD, (6, 6), (1, 3), 2 * 68, 64, groups=2)) is None
 
 
+def test_padded_groups_have_long_rows_and_no_untuned_choice() -> None:
+    """Rows of 32 bytes pad least; longer ones are taken where they add little."""
+    for channels, row in ((24, 64), (40, 32), (48, 32), (56, 128), (72, 64), (104, 128), (112, 128), (64, 128)):
+        p = problem(FPROP, (9, 10), (3, 3), 2 * channels, 2 * channels, groups=2)
+        assert im2col.row_bytes(p) == row
+        assert ("were not measured" in str(im2col.FPROP.why_xla_untuned(p))) == (channels != 64)
+        (dims, *_), groups = (each.dims for each in im2col.FPROP.maps(p, tile(64, 64))), channels != 64
+        assert (dims[0], len(dims)) == ((channels, 5) if groups else (2 * channels, 4))
+
+
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("channels", "changes", "row", "tile_n"), [
     ((64, 64), {}, 128, 64),
