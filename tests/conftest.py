@@ -38,9 +38,9 @@ import pytest
 
 from jax_splitk.kernels.cpu import passes as conv_host
 from jax_splitk.runtime import compiler, disk
-from jax_splitk.tuning import device, once, searches, store, watch
+from jax_splitk.tuning import store
 from tests.problems import SEED
-from tests.tuning_cache import isolate
+from tests.tuning_cache import isolate, new_session
 
 
 def pytest_report_header() -> list[str]:
@@ -60,14 +60,7 @@ def session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test has a tuning session of its own. The run's cache has compiled kernels only."""
     save, shared = store.save, pathlib.Path(os.environ["JAX_SPLITK_CACHE_DIR"])
     monkeypatch.setattr(store, "save", lambda entry: disk.cache_dir() != shared and save(entry))
-    for module, kind in (
-        (once, once.Once),
-        (device, device.Device),
-        (searches, searches.Searches),
-        (watch, watch.Watch),
-    ):
-        monkeypatch.setattr(module, "state", kind())
-    disk._warn.cache_clear()
+    new_session(monkeypatch)
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.ragged_dot import MODES, RaggedDotProblem
 from jax_splitk.quantized.formats import FLOAT_DTYPES, FORMATS, SCALE_DTYPES
+from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import Target, target_for
-from jax_splitk.tuning import once, search, table
+from jax_splitk.tuning import device, once, search, searches, table, watch
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -67,6 +68,14 @@ def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(table, "FOLDER", tmp_path / "shipped")
     return tmp_path / "user"
+
+
+def new_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that has just started, the package knows only what is on disk."""
+    kinds = ((once, once.Once), (device, device.Device), (searches, searches.Searches), (watch, watch.Watch))
+    for module, kind in kinds:
+        monkeypatch.setattr(module, "state", kind())
+    disk._warn.cache_clear()
 
 
 def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:

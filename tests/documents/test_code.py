@@ -9,10 +9,11 @@ import logging
 import os
 import pathlib
 import re
+import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -21,7 +22,7 @@ import jax_splitk
 from jax_splitk.__main__ import main
 from jax_splitk.kernels import catalogue
 from tests.documents import markdown
-from tests.tuning_cache import isolate
+from tests.tuning_cache import isolate, new_session
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the pages print is the CPU's")
 
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the
 OWN_PACKAGE = markdown.ROOT / "examples" / "custom_kernel" / "README.md"
 PAGES = [path for path in markdown.files() if markdown.blocks(path) and path != OWN_PACKAGE]
 _ASSIGNMENTS = re.compile(r"^(\w+=\S* )+")
+_OURS = re.compile(r"(\w+=\S* )*jax-splitk ")
 # Commands that this test does not run, by their beginnings after variables: where they run instead, or why they cannot
 # run here.
 ELSEWHERE = {
@@ -71,7 +73,7 @@ def page(path: pathlib.Path) -> Any:
 
 
 @pytest.mark.parametrize("path", [page(path) for path in PAGES])
-def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
+def test_code_runs(path: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's Python blocks, in their order, share one namespace; what they print is not compared."""
     names: dict[str, Any] = {"__name__": "page"}
     missing = {name for name in FRAMEWORKS if importlib.util.find_spec(name) is None}
@@ -84,7 +86,7 @@ def test_code_runs(path: pathlib.Path, folder: pathlib.Path) -> None:
         elif block.language == "json":
             assert main(["explain", "--platform", "cuda", block.text]) == 0
         elif block.language == "bash":
-            run(script(block.text), folder)
+            run(script(block.text), folder, monkeypatch)
 
 
 def script(text: str) -> str:
@@ -97,21 +99,21 @@ def script(text: str) -> str:
     return "\n".join(itertools.compress(lines, runs))
 
 
-def run(command: str, folder: pathlib.Path) -> None:
-    """Runs a shell command with this interpreter as `python`, and with `jax-splitk`."""
-    tools = folder.parent / "bin"
-    if not tools.exists():
-        tools.mkdir()
-        for name, arguments in (("python", ""), ("jax-splitk", " -m jax_splitk")):
-            (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable}{arguments} "$@"\n')
-            (tools / name).chmod(0o755)
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    modules = os.pathsep.join([str(markdown.ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+def run(text: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a shell block: lines of `jax-splitk` in this process, since another would import jax for each, and the lines
+    between them in a shell."""
+    for is_ours, lines in itertools.groupby(text.splitlines(), lambda line: _OURS.match(line) is not None):
+        if not is_ours:
+            command = "\n".join(lines)
+            done = subprocess.run(["bash", "-ec", command], cwd=folder, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+            continue
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            command = words.index("jax-splitk")
+            new_session(monkeypatch)  # a command reads what the one before it has stored on disk
+            with mock.patch.dict(os.environ, [word.split("=", 1) for word in words[:command]]):
+                assert main(words[command + 1 :]) == 0, line
 
 
 FUNCTIONS = [name for name in jax_splitk.__all__ if callable(getattr(jax_splitk, name))]
