@@ -25,7 +25,7 @@ from jax_splitk.kernels.gather import fprop as conv_gather
 from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.kernels.grouped import passes as conv_grouped
 from jax_splitk.kernels.grouped import wgrad as grouped
-from jax_splitk.kernels.quantized import fp8, stream, tiled
+from jax_splitk.kernels.quantized import fp8, stream, tiled, transposed
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.ragged import tiles as ragged_tiles
@@ -111,7 +111,7 @@ def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
         # The tensor cores' sums of e4m3 products keep 13 bits at least.
         x = products.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
         operands = tuple(np.asarray(array) for array in products.operands(prepack(q), x, case.x_dtype))
-    return operands, (x @ weight).astype(np.float32).astype(jnp.dtype(case.out_dtype))
+    return operands, (x @ case.multiplied(weight)).astype(np.float32).astype(jnp.dtype(case.out_dtype))
 
 
 # ---- weight gradients ----------------------------------------------------------------------------------------------
@@ -609,6 +609,45 @@ def _tiled() -> Iterator[Run]:
         yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
 
 
+def _transposed() -> Iterator[Run]:
+    """Sizes that end within a tile and within a block, every format, group and way to scale, and every way to cut."""
+
+    def case(rows: int, k: int, features: int, *weight: Any, **types: Any) -> products.Case:
+        return products.Case(rows, k, features, *weight, **types, transposed=True)
+
+    half: dict[str, Any] = {"x_dtype": HALF, "out_dtype": HALF}
+    plain = case(17, 384, 136)
+    for given, tile_m, tile_n, blocks in (
+        (plain, 128, 32, 2),
+        (dataclasses.replace(plain, scale_dtype="float32"), 64, 32, 7),
+        (dataclasses.replace(plain, rows=150), 128, 32, 4),
+        (case(300, 320, 200), 128, 256, 2),
+        (case(33, 300, 72, "int8", 300), 64, 64, 5),
+        (case(70, 203, 100, "int4", 203), 256, 64, 2),
+        (case(9, 320, 72, E4M3, 32), 64, 16, 3),
+        (case(9, 256, 70, "nf4", 128), 256, 16, 2),
+        (case(33, 336, 136, "float4_e2m1fn", 16), 128, 96, 2),
+        (case(20, 256, 100, "uint4", 64, "bfloat16"), 128, 32, 2),
+        (case(9, 256, 72, "int8", 16, "own", "float32"), 64, 16, 2),
+        (case(20, 256, 136, "float4_e2m1fn", 32, None, E4M3), 128, 32, 2),
+        (case(20, 256, 136, "float4_e2m1fn", 16, None, E4M3, channel=True), 128, 32, 2),
+        # Weights over factors of their groups, with a copy of x and without.
+        (case(20, 256, 100, "uint4", 64, "bfloat16", HALF, **half), 128, 32, 3),
+        (case(40, 256, 136, E4M3, 32, None, "float32", HALF), 128, 64, 2),
+        (case(9, 300, 200, "int4", 300, None, HALF, **half), 64, 16, 4),
+        (case(20, 256, 136, "float4_e2m1fn", 16, None, E4M3, **half, channel=True), 64, 32, 2),
+    ):
+        config = transposed.Config(tile_m, tile_n, 2, blocks)
+        yield Run(transposed.FAMILY, given.problem, products.without_idle(given.problem, config), given)
+    deep = dataclasses.replace(plain, k=192, features=768)
+    for given, tile, splits in (
+        (dataclasses.replace(plain, features=328), transposed.Config(128, 32, 2, 0), 3),
+        (deep, transposed.Config(64, 64, 8, 0, k_warpgroups=2), 2),
+        (dataclasses.replace(deep, scale_dtype=HALF, **half), transposed.Config(128, 32, 4, 0, k_warpgroups=2), 3),
+    ):
+        yield Run(transposed.FAMILY, given.problem, split_tiles(given.problem, tile, splits), given)
+
+
 # ---- grouped products ----------------------------------------------------------------------------------------------
 
 
@@ -653,7 +692,7 @@ RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
         *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
-        *(_dot(), _stream(), _fp8(), _tiled(), _ragged()),
+        *(_dot(), _stream(), _fp8(), _tiled(), _transposed(), _ragged()),
     )
 )
 

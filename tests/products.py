@@ -12,6 +12,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.quantized import tiles
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray
 from tests import formats
 from tests.problems import SEED
@@ -31,7 +32,7 @@ TYPES: tuple[dict[str, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product; `zero` is as in `formats.every_code`."""
+    """A product, or one with the transposed weight; `zero` is as in `formats.every_code`."""
 
     rows: int
     k: int
@@ -43,6 +44,7 @@ class Case:
     x_dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
     channel: bool = False  # with channel scales
+    transposed: bool = False
 
     @property
     def operand(self) -> str:
@@ -53,10 +55,15 @@ class Case:
     def problem(self) -> QuantizedMatmulProblem:
         byte = self.scale_dtype not in formats.FLOAT_DTYPES
         zero = {None: "none", "own": "bfloat16" if byte else self.scale_dtype}.get(self.zero, self.zero)
-        return QuantizedMatmulProblem(
+        kind = QuantizedTransposedProblem if self.transposed else QuantizedMatmulProblem
+        return kind(
             self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
             self.scale_dtype, str(zero), channel_dtype="float32" if self.channel else "none",
         )  # fmt: skip
+
+    def multiplied(self, weight: np.ndarray) -> np.ndarray:
+        """The matrix that x is multiplied with, of a weight [k, features]."""
+        return weight.T if self.transposed else weight
 
     def every_code(self, rounded: str = "float32") -> tuple[QuantizedArray, np.ndarray]:
         given = (self.qtype, self.k, self.features, self.group_size, self.zero, self.scale_dtype)
@@ -74,11 +81,11 @@ def random(*key: int) -> np.random.Generator:
 
 def integers(case: Case, largest: int, seed: int) -> np.ndarray:
     """An x of small integers, in float64."""
-    return random(seed).integers(-largest, largest + 1, (case.rows, case.k)).astype(np.float64)
+    return random(seed).integers(-largest, largest + 1, case.problem.x_shape).astype(np.float64)
 
 
 def normal(case: Case) -> jax.Array:
-    return jax.random.normal(jax.random.key(SEED % 2**31), (case.rows, case.k)).astype(case.x_dtype)
+    return jax.random.normal(jax.random.key(SEED % 2**31), case.problem.x_shape).astype(case.x_dtype)
 
 
 def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[QuantizedArray, np.ndarray]:
@@ -126,7 +133,7 @@ def elements(q: QuantizedArray, rounded: str = "float32") -> np.ndarray:
 
 def as_float32_product(case: Case, x: jax.Array, weight: np.ndarray) -> jax.Array:
     """XLA's product in float32, with the weight rounded by its definition."""
-    dequantized = jnp.asarray(weight.astype(np.float32))
+    dequantized = jnp.asarray(case.multiplied(weight).astype(np.float32))
     if case.out_dtype == case.x_dtype:
         dequantized = dequantized.astype(case.x_dtype).astype(jnp.float32)
     return jnp.dot(x.astype(jnp.float32), dequantized, precision="highest").astype(case.out_dtype)

@@ -33,7 +33,19 @@ from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.result import TuningResult
 from tests.damage import ODD_VALUES, mutate_json, mutate_text
 from tests.problems import seeded
-from tests.tuning_cache import CASE, CPU, ONE, Candidate, assert_legal, put, random_entry, random_key, ship, wgrad_host
+from tests.tuning_cache import (
+    CASE,
+    CPU,
+    ONE,
+    Candidate,
+    assert_legal,
+    put,
+    random_entry,
+    random_key,
+    served,
+    ship,
+    wgrad_host,
+)
 
 Rng = np.random.Generator
 # Tries one thing; "taken" or "refused".
@@ -59,7 +71,7 @@ def with_full_tiles(key: Key) -> Key:
 def entries(rng: Rng, cache: pathlib.Path) -> Trial:
     """Entries in the user's cache, and the choices that are made of them."""
     known = []
-    for target, op in itertools.product((CPU, DEFAULT_CUDA), OPERATIONS):
+    for target, op in served((CPU, DEFAULT_CUDA)):
         for _ in range(2):
             key = with_full_tiles(random_key(rng, target, op))
             known.append((key, target, random_entry(rng, key, target).dumps()))
@@ -201,7 +213,7 @@ def calls(rng: Rng, cache: pathlib.Path) -> Trial:
     """The CPU kernels' handlers, with other attributes and another workspace."""
     del cache
     known = []
-    for op in OPERATIONS:
+    for _, op in served((CPU,)):
         problem = random_key(rng, CPU, op).problem
         call = search.ranked(key_for(problem, CPU))[0].plan(problem).custom_call()
         known.append((problem, call, OPERATIONS[op].random_operands(problem, 1)))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -167,6 +167,11 @@ def random_product(rng: np.random.Generator) -> QuantizedMatmulProblem:
     return problem
 
 
+def served(targets: Iterable[Target]) -> list[tuple[Target, str]]:
+    """Each target with each operation that has kernels on it."""
+    return [(target, op) for target in targets for op in OPERATIONS if kernels.families(op, target.platform)]
+
+
 def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad") -> Key:
     """A key with at least four legal candidates."""
     dtypes = ("bfloat16", "float16") if target.platform == "cuda" else ("float32", "bfloat16", "float16")
@@ -187,7 +192,7 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
             mode, groups = MODES[rng.integers(len(MODES))], int(rng.integers(1, 9))
             problem = RaggedDotProblem(mode, groups, m, k, n, dtype, out_dtype)
         else:
-            problem = random_product(rng)
+            problem = OPERATIONS[op].problem(**vars(random_product(rng)))
         key = key_for(problem, target)
         if len(search.ranked(key)) >= 4:
             return key

@@ -18,6 +18,20 @@ _CONVOLUTION: dict[str, tuple[str, str]] = {
     "precision": ('"default"', '"default", "high", "highest", or two of them: "high,default"'),
 }
 
+_QUANTIZED: dict[str, tuple[str, str]] = {
+    "rows": ("", "rows of x, all leading dimensions together"),
+    "k": ("", "length of the reduction"),
+    "features": ("", "columns of the weight"),
+    "qtype": ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4"),
+    "group_size": ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column"),
+    "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
+    "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
+    "scale_dtype": ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn"),
+    "zero_dtype": ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none"),
+    "layout": ("the newest", "version of the order of packed weights"),
+    "channel_dtype": ('"none"', "float32 for a second scale of each feature, or none"),
+}
+
 # For each operation and field: the default in words ("" if the field is required), and the meaning.
 FIELDS: dict[str, dict[str, tuple[str, str]]] = {
     "conv_fprop": _CONVOLUTION,
@@ -38,18 +52,11 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "activation": ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu, applied to product + bias"),
         "residual_dtype": ('"none"', "dtype of the residual, an array of the result's shape that is added last"),
     },
-    "quantized_matmul": {
-        "rows": ("", "rows of x, all leading dimensions together"),
-        "k": ("", "length of the reduction"),
-        "features": ("", "columns of the weight"),
-        "qtype": ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4"),
-        "group_size": ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column"),
-        "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
-        "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
-        "scale_dtype": ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn"),
-        "zero_dtype": ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none"),
-        "layout": ("the newest", "version of the order of packed weights"),
-        "channel_dtype": ('"none"', "float32 for a second scale of each feature, or none"),
+    "quantized_matmul": _QUANTIZED,
+    "quantized_matmul_transposed": {
+        **_QUANTIZED,
+        "k": ("", "rows of the weight, and columns of the result"),
+        "features": ("", "columns of the weight: length of the reduction"),
     },
     "ragged_dot": {
         "mode": ('"forward"', "forward (and the lhs gradient) or rhs_gradient"),

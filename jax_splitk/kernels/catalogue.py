@@ -22,7 +22,7 @@ from jax_splitk.kernels.gather import fprop as conv_gather
 from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.kernels.grouped import passes as conv_grouped
 from jax_splitk.kernels.grouped import wgrad as grouped
-from jax_splitk.kernels.quantized import fp8, stream, tiled
+from jax_splitk.kernels.quantized import fp8, stream, tiled, transposed
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.tf32 import wgrad as tf32
 
@@ -38,5 +38,6 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
     "dot_general": (tma.FAMILY, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
+    "quantized_matmul_transposed": (transposed.FAMILY,),
     "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),
 }

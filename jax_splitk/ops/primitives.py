@@ -8,5 +8,6 @@ PRIMITIVES = (
     conv_calls.conv_wgrad_p,
     dot_calls.dot_general_p,
     quantized_primitive.quantized_matmul_p,
+    quantized_primitive.quantized_transposed_p,
     ragged_call.ragged_dot_p,
 )

@@ -1,5 +1,6 @@
-"""Differentiation of the quantized product: it is linear in x, and its weight is linear in the scales and in the zero
-points. Each cotangent is computed directly, in float32, not derived by JAX from the arithmetic of dequantization."""
+"""Differentiation of the quantized product, and of the one with the transposed weight. Each is linear in x, and the
+other one is its transpose. Their weight is linear in the scales and in the zero points. Cotangents of these are
+computed directly, in float32, not derived by JAX from the arithmetic of dequantization."""
 
 import contextlib
 import dataclasses
@@ -12,12 +13,19 @@ from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
+from jax_splitk import kernels
 from jax_splitk.ops import checkpointing, lowering, quantized_primitive, taylor
 from jax_splitk.ops.call import Primitive
-from jax_splitk.ops.quantized_primitive import QuantizedCall, over_batch, quantized_matmul_p
+from jax_splitk.ops.quantized_primitive import (
+    QuantizedCall,
+    TransposedCall,
+    over_batch,
+    quantized_matmul_p,
+    quantized_transposed_p,
+)
 from jax_splitk.ops.tangents import summed
 from jax_splitk.problems import quantized_reference as reference
-from jax_splitk.problems.quantized_matmul import X_DTYPES
+from jax_splitk.problems.quantized_matmul import X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import Layout, Leaves, leaves_of
 from jax_splitk.runtime import _compat
 from jax_splitk.tuning.options import Options
@@ -174,18 +182,30 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall
     return out, summed([*terms, *_weight_terms(x, leaves, dots, call)], out)
 
 
+def _cotangent(ct: Any, x: Any, leaves: Sequence[Any], call: QuantizedCall, transposed: type[QuantizedCall]) -> Any:
+    """The cotangent of x, by the product with the other one of w and w.T."""
+    dtype = reference.widened(x.aval.dtype)
+    back = transposed(layout=call.layout, out_dtype=dtype.name, options=call.options)
+    back = dataclasses.replace(back, options=_options_of(call.options, back.problem([ct, *leaves])))
+    with jax.named_scope("x_gradient"):
+        dx = back.bind(ct, *leaves)
+        return _compat.placed_like(reference.to_cotangent(dx, x.aval.dtype), x.aval)
+
+
+def _options_of(options: Options, problem: QuantizedMatmulProblem) -> Options:
+    """The options for the product that is the transpose of the one the caller asked for. An implementation that cannot
+    serve it was not asked for."""
+    options = options.without_config()
+    if options.implementation in (None, "xla"):
+        return options
+    families = [f for f in kernels.families(problem.op) if f.implementation == options.implementation]
+    serves = lowering.only_xla(problem) is None and any(f.problem_refusal(problem) is None for f in families)
+    return options if serves else dataclasses.replace(options, implementation=None)
+
+
 def _transpose(ct: Any, x: Any, *leaves: Any, call: QuantizedCall) -> list[Any]:
-    none = [None] * len(leaves)
-    if isinstance(ct, ad.Zero):
-        return [None, *none]
-    layout, dtype = call.layout, x.aval.dtype
-
-    def back(ct: jax.Array, *operands: jax.Array) -> jax.Array:
-        return reference.product_transposed(layout, ct, leaves_of(layout, operands), dtype)
-
-    automatic = _compat.over_auto_axes(over_batch(back, ct), _compat.explicit_sharding(x.aval))
-    with _traced_as("x_gradient"):
-        return [automatic(ct, *leaves), *none]
+    dx = None if isinstance(ct, ad.Zero) else _cotangent(ct, x, leaves, call, TransposedCall)
+    return [dx, *[None] * len(leaves)]
 
 
 ad.primitive_jvps[quantized_matmul_p] = _jvp
@@ -200,6 +220,45 @@ def _in_lax(x: jax.Array, *leaves: jax.Array, call: QuantizedCall) -> jax.Array:
 
 
 taylor.define(quantized_matmul_p, taylor.composed(_in_lax))
+
+
+# ---- the product with the transposed weight --------------------------------------------------------------------------
+
+
+def _transposed_in_lax(x: jax.Array, *leaves: jax.Array, call: QuantizedCall) -> jax.Array:
+    """The product with w.T in plain lax, for derivatives by the weight's leaves."""
+    out = call.type_of(*map(jax.typeof, (x, *leaves)))
+
+    def product(x: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return reference.product_transposed(call.layout, x, leaves_of(call.layout, leaves), call.out_dtype)
+
+    return _compat.over_auto_axes(over_batch(product, x), _compat.explicit_sharding(out))(x, *leaves)
+
+
+def _transposed_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall) -> tuple[jax.Array, Any]:
+    (x, *leaves), (x_dot, *dots) = primals, tangents
+    out = call.bind(*primals)
+    terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
+    asked = [i for i, dot in enumerate(dots) if i > 0 and not isinstance(dot, ad.Zero)]
+    if asked:
+
+        def of(*some: jax.Array) -> jax.Array:
+            changed = dict(zip(asked, some, strict=True))
+            every = [changed[i] if i in changed else leaf for i, leaf in enumerate(leaves)]
+            return _transposed_in_lax(x, *every, call=call)
+
+        terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(dots[i] for i in asked))[1])
+    return out, summed(terms, out)
+
+
+def _transposed_transpose(ct: Any, x: Any, *leaves: Any, call: QuantizedCall) -> list[Any]:
+    dx = None if isinstance(ct, ad.Zero) else _cotangent(ct, x, leaves, call, QuantizedCall)
+    return [dx, *[None] * len(leaves)]
+
+
+ad.primitive_jvps[quantized_transposed_p] = _transposed_jvp
+ad.primitive_transposes[quantized_transposed_p] = _transposed_transpose
+taylor.define(quantized_transposed_p, taylor.composed(_transposed_in_lax))
 
 
 # ---- the product with a second weight for the cotangent of x ---------------------------------------------------------

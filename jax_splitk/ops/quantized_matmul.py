@@ -50,9 +50,14 @@ def quantized_matmul(
     Kernels take a PackedWeight and an x of 16 or 8 bits. Lowering chooses a kernel or XLA, as for `conv_wgrad`, under
     the current `jax_splitk.options`. `jax_splitk.explain` and `jax_splitk.tune` see the operation. Leading dimensions
     of x and a batch of activations under vmap make one product of more rows; a batch of weights runs a kernel for each,
-    one after the other. XLA computes all other products, as the log and `jax_splitk.explain` say, and all cotangents
-    except that of x with `transposed`. XLA dequantizes the weight and multiplies. If x and the result have the same
-    dtype, it rounds the weight to it and multiplies in it, else in float32.
+    one after the other. XLA computes all other products, as the log and `jax_splitk.explain` say. XLA dequantizes the
+    weight and multiplies. If x and the result have the same dtype, it rounds the weight to it and multiplies in it,
+    else in float32.
+
+    The cotangent of x is the product with the transpose of the same packed weight, rounded once to the dtype of the
+    result's cotangent. It is an operation of its own, `quantized_matmul_transposed`, for which lowering chooses a
+    kernel or XLA likewise, under the options of this call without its config. An implementation that cannot serve it is
+    ignored. XLA computes the cotangents of scales and zero points.
 
     Args:
       x: [..., k] of dtype bfloat16, float16, float8_e4m3fn or float32. A packed weight that contracts several axes
@@ -67,9 +72,10 @@ def quantized_matmul(
       implementation: as in `conv_wgrad`.
       config: as in `conv_wgrad`.
       transposed: a second weight, `prepack(quantize(w.T, ...))` of [features, k], with which a kernel computes
-        the cotangent of x. That product sums over features, but the groups of w lie along k, so no kernel can use w for
-        it. The second weight is quantized separately: it is as close to the unquantized weight as w is, but not equal
-        to w. It has no gradient. Not used if the result is float32. None: XLA's product with w itself.
+        the cotangent of x. Rarely of use, since a kernel computes it with w itself, and a second weight doubles the
+        memory. It is quantized separately, so it is as close to the unquantized weight as w is, but not equal to w. It
+        may be faster with at most 64 rows of x, which the family quantized_stream multiplies. It has no gradient. Not
+        used if the result is float32. None: the product with w itself.
 
     Returns:
       [..., features], or [*stack, ..., *kept sizes]. The cotangent of an x of dtype float8_e4m3fn saturates at 448.

@@ -1,15 +1,16 @@
-"""The `quantized_matmul` primitive: its type, batching and lowering (`quantized_gradient` differentiates it).
+"""The `quantized_matmul` primitive, and the one of the product with the transposed weight: their types, batching and
+lowering (`quantized_gradient` differentiates them).
 
-Operands are x [n, k] and a packed weight's words, or the elements of one that is not packed, its scale and, if it has
-them, its zero point and its channel scale, all with the same leading batch dimensions. What no kernel takes
-(`problem.refusal`) is lowered to XLA's product, like any other fallback. A batch of activations alone widens n. A batch
-of weights stays until lowering, where the choice is made for the product with one of them: a kernel runs once for each
-(one after the other, each fills the device), XLA multiplies them all at once.
+Operands are x [n, k], or [n, features] for the transposed weight, and a packed weight's words, or the elements of one
+that is not packed, its scale and, if it has them, its zero point and its channel scale, all with the same leading batch
+dimensions. What no kernel takes (`problem.refusal`) is lowered to XLA's product, like any other fallback. A batch of
+activations alone widens n. A batch of weights stays until lowering, where the choice is made for the product with one
+of them: a kernel runs once for each (one after the other, each fills the device), XLA multiplies them all at once.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
@@ -22,11 +23,13 @@ from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import Layout, Leaves, leaves_of, problem_product
+from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.quantized.packing import cuts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 
 quantized_matmul_p = Primitive("quantized_matmul")
+quantized_transposed_p = Primitive("quantized_matmul_transposed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -36,12 +39,15 @@ class QuantizedCall(Call):
     layout: Layout
 
     primitive = quantized_matmul_p
+    problem_type: ClassVar[type[QuantizedMatmulProblem]] = QuantizedMatmulProblem
+    contracted: ClassVar[str] = "k"  # the weight's dimension that the product sums over
+    kept: ClassVar[str] = "features"
 
     def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
         """The problem of the product with one weight, also where there is a batch of them."""
         layout = self.layout
         x, (_, scale, zero_point, channel_scale) = avals[0], leaves_of(layout, avals[1:])
-        return QuantizedMatmulProblem(
+        return self.problem_type(
             rows=_compat.static_or_symbolic(x.shape[-2]),
             k=layout.shape[0],
             features=layout.shape[1],
@@ -62,7 +68,7 @@ class QuantizedCall(Call):
         batch = tuple(f"weight{i}" for i in range(x.ndim - 2))
         units = {**dict(zip(batch, x.shape, strict=False)), "rows": x.shape[-2]}
         if layout.version is None:  # XLA's in any case; explicit axes ask for the result's sharding
-            units["features"] = layout.shape[1]
+            units[self.kept] = self._size(self.kept)
             words = groups = (*batch, "k", "features")
             channels = (*batch, "channel", "features")
         else:
@@ -71,7 +77,12 @@ class QuantizedCall(Call):
             channels = (*batch, "features", "channel", "lane")
             groups = (*batch, "features", "k", "lane") if scale.shape[-2] > 1 else channels
         more = [axes for axes, leaf in ((groups, zero_point), (channels, channel_scale)) if leaf is not None]
-        return Rule(((*batch, "rows", "k"), words, groups, *more), (*batch, "rows", "features"), units, self._divided)
+        x_dims, out_dims = ((*batch, "rows", name) for name in (self.contracted, self.kept))
+        return Rule((x_dims, words, groups, *more), out_dims, units, self._divided)
+
+    def _size(self, name: str) -> int:
+        """The size of a dimension of the weight."""
+        return self.layout.shape[("k", "features").index(name)]
 
     def _divided(self, parts: Mapping[str, int]) -> "QuantizedCall":
         """The call of one part."""
@@ -83,7 +94,7 @@ class QuantizedCall(Call):
 
     def type_of(self, *avals: Any) -> Any:
         x = avals[0]
-        out = _compat.like(x, (*x.shape[:-1], self.layout.shape[1]), self.out_dtype)
+        out = _compat.like(x, (*x.shape[:-1], self._size(self.kept)), self.out_dtype)
         return partitioning.with_explicit_sharding(out, self, avals)
 
     def in_lax(self, problem: Any, out: Any) -> Callable[..., jax.Array]:
@@ -107,9 +118,19 @@ class QuantizedCall(Call):
         """The product with the dequantized weight."""
         x, batch = avals[0], tuple(range(avals[0].ndim - 2))
         weight = _compat.like(x, (*x.shape[:-2], *self.layout.shape), x.dtype)
-        numbers = (((x.ndim - 1,), (x.ndim - 2,)), (batch, batch))
+        numbers = (((x.ndim - 1,), (x.ndim - 2 + ("k", "features").index(self.contracted),)), (batch, batch))
         of_lax = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
         return (x, weight), of_lax | {"preferred_element_type": jnp.dtype(self.out_dtype)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class TransposedCall(QuantizedCall):
+    """The product with the transpose of such a weight."""
+
+    primitive = quantized_transposed_p
+    problem_type = QuantizedTransposedProblem
+    contracted = "features"
+    kept = "k"
 
 
 def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Any) -> jax.Array:
@@ -145,6 +166,7 @@ def define_batching(primitive: core.Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-define_batching(quantized_matmul_p)
-checkpointing.define(quantized_matmul_p, lax.dot_general_p)
-lowering.define(quantized_matmul_p)
+for _primitive in (quantized_matmul_p, quantized_transposed_p):
+    define_batching(_primitive)
+    checkpointing.define(_primitive, lax.dot_general_p)
+    lowering.define(_primitive)

@@ -13,6 +13,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import normals
 
@@ -68,6 +69,13 @@ OPERATIONS: dict[str, Operation] = {
         QuantizedMatmulProblem.representatives,
         QuantizedMatmulProblem.represented,
         operand_error=quantized_reference.table_error,
+    ),
+    "quantized_matmul_transposed": Operation(
+        QuantizedTransposedProblem,
+        quantized_reference.random_operands,
+        quantized_reference.problem_product,
+        QuantizedTransposedProblem.representatives,
+        QuantizedTransposedProblem.represented,
     ),
     "ragged_dot": Operation(
         RaggedDotProblem,

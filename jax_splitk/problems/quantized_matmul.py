@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes, require_fields
 from jax_splitk.quantized.array import GROUP_SIZES
@@ -66,6 +66,7 @@ class QuantizedMatmulProblem:
     channel_dtype: str = "none"
 
     op = "quantized_matmul"
+    transposed: ClassVar[bool] = False  # whether the product is with w.T
 
     def validate(self) -> None:
         """Raises ValueError unless the fields have the right types and values.
@@ -114,6 +115,16 @@ class QuantizedMatmulProblem:
             if self not in problem.representatives():
                 break
             yield problem
+
+    @property
+    def m(self) -> int:
+        """The size of the result's rows."""
+        return self.out_shape[1]
+
+    @property
+    def contracted(self) -> int:
+        """The size of the dimension that the product sums over, which is contiguous in x."""
+        return self.x_shape[1]
 
     @property
     def bits(self) -> int:
@@ -181,8 +192,9 @@ class QuantizedMatmulProblem:
         packed = "" if self.layout else "unpacked "
         zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
         channel = "" if self.channel_dtype == "none" else f" channel {self.channel_dtype}"
+        x, w = f"{self.rows}x{self.contracted}", f"{self.k}x{self.features}"
         return (
-            f"quantized_matmul {self.x_dtype}->{self.out_dtype} x {self.rows}x{self.k} w {self.k}x{self.features} "
+            f"{self.op} {self.x_dtype}->{self.out_dtype} x {x} w {w} "
             f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}"
         )
 
@@ -192,7 +204,7 @@ class QuantizedMatmulProblem:
         zero = "" if self.zero_dtype == "none" else " with zero points"
         weight = f"{self.qtype} by {self.group_size}{zero}"
         dtypes = brief_dtypes(self.x_dtype, self.out_dtype)
-        return f"quantized_matmul {self.rows}, {self.k} -> {self.features}, {weight}, {dtypes}"
+        return f"{self.op} {self.rows}, {self.contracted} -> {self.m}, {weight}, {dtypes}"
 
 
 def _ceil(value: int, step: int) -> int:

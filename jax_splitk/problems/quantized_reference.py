@@ -45,7 +45,8 @@ def problem_product(problem: QuantizedMatmulProblem, x: jax.Array, *operands: ja
     """The result of a problem, from operands in the order of the custom call's buffers."""
     shape, channel = (problem.k, problem.features), problem.channel_dtype != "none"
     layout = Layout(shape, problem.qtype, problem.group_size, problem.layout or None, channel)
-    return product(layout, x, leaves_of(layout, operands), problem.out_dtype)
+    multiplied = product_transposed if problem.transposed else product
+    return multiplied(layout, x, leaves_of(layout, operands), problem.out_dtype)
 
 
 def product(layout: Layout, x: jax.Array, leaves: Leaves, out_dtype: Any) -> jax.Array:
@@ -139,7 +140,7 @@ def random_operands(problem: QuantizedMatmulProblem, seed: int) -> tuple[np.ndar
         return pack_groups(values.astype(jnp.dtype(dtype)), problem.k, group)
 
     size = np.exp(0.25 * stretches.normals(groups, "float32"))
-    factor, channels = 1 / (fmt.high / 2 * math.sqrt(problem.k)), problem.channel_dtype != "none"
+    factor, channels = 1 / (fmt.high / 2 * math.sqrt(problem.contracted)), problem.channel_dtype != "none"
     operands, more = (x, words, packed(size if channels else size * factor, problem.scale_dtype)), ()
     if problem.zero_dtype != "none":
         codes = stretches.words(groups).astype(np.int64) % (int(fmt.high) + 1 - int(fmt.low))

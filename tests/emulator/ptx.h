@@ -6,7 +6,7 @@ using conditional_t = std::conditional_t<CONDITION, A, B>;
 namespace emulator {
 
 // Words of the 8x8 matrices of 16-bit elements that the lanes' addresses name, COUNT of them.
-template <bool TRANSPOSED, int COUNT>
+template <bool TRANS, int COUNT>
 void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
   const int lane = emulator::lane();
   const auto addresses = exchange(~0u, {address}, "ldmatrix");
@@ -15,7 +15,7 @@ void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
   for (int i = 0; i < COUNT; ++i) {
     uint32_t halves[2];
     for (int e = 0; e < 2; ++e) {
-      const int k = 2 * (lane % 4) + e, row = TRANSPOSED ? k : lane / 4, column = TRANSPOSED ? lane / 4 : k;
+      const int k = 2 * (lane % 4) + e, row = TRANS ? k : lane / 4, column = TRANS ? lane / 4 : k;
       halves[e] = *pointer<uint16_t>(addresses[8 * i + row][0] + 2 * column);
     }
     v[i] = halves[1] << 16 | halves[0];
@@ -23,7 +23,7 @@ void load_matrices(uint32_t address, uint32_t (&v)[COUNT], const Site& site) {
 }
 
 // COUNT matrices.
-template <bool TRANSPOSED, int COUNT>
+template <bool TRANS, int COUNT>
 void store_matrices(uint32_t address, const uint32_t (&v)[COUNT], const Site& site) {
   const int lane = emulator::lane();
   const auto given = exchange(~0u, {address, v[0], v[1], v[COUNT - 2], v[COUNT - 1]}, "stmatrix");
@@ -31,7 +31,7 @@ void store_matrices(uint32_t address, const uint32_t (&v)[COUNT], const Site& si
   // Each lane stores the row at its address.
   for (int column = 0; column < 8 && lane < 8 * COUNT; ++column) {
     const int row = lane % 8, matrix = lane / 8;
-    const int r = TRANSPOSED ? column : row, c = TRANSPOSED ? row : column;
+    const int r = TRANS ? column : row, c = TRANS ? row : column;
     *pointer<uint16_t>(address + 2 * column) = given[r * 4 + c / 2][1 + matrix] >> 16 * (c % 2);
   }
   __syncwarp();
@@ -93,6 +93,12 @@ inline void store_matrices(uint32_t address, uint32_t v0, uint32_t v1, SITE) {
 }
 inline void store_matrices_trans(uint32_t address, const uint32_t (&v)[4], SITE) {
   emulator::store_matrices<true>(address, v, site);
+}
+inline uint32_t transposed_matrix(uint32_t v) {
+  const int lane = emulator::lane(), row = lane / 4, column = lane % 4 * 2;
+  const auto given = emulator::exchange(~0u, {v}, "movmatrix");
+  const auto at = [&](int r, int c) { return given[r * 4 + c / 2][0] >> 16 * (c % 2) & 0xffff; };
+  return at(column, row) | at(column + 1, row) << 16;
 }
 namespace emulator {
 // d += a * b for 16xK and Kx8 elements, by a warp. For every 8 of K a lane has two registers of a and one of b.

@@ -20,11 +20,12 @@ from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.cpu.dot import AsWgrad
-from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
+from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles, transposed
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RHS_ORDERS, RaggedDotProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import compiler, toolchain
@@ -41,7 +42,7 @@ MOST_SOURCES = 255
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if not isinstance(family, AsWgrad)]  # others have no code of their own
-HELPERS = ("_reduce", "_prepare")  # in the names of kernels that multiply nothing
+HELPERS = ("_reduce", "_prepare", "_factors")  # in the names of kernels that multiply nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +265,7 @@ CODE = {
     "quantized/tiled.cu": Code(
         _tiled,
         "FORMAT OUT SCALING",
-        "M_WARPGROUPS K_WARPGROUPS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE",
+        "M_WARPGROUPS K_WARPGROUPS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE TRANSPOSED",
     ),
     "ragged/ragged_m.cu": Code(_wgmma_tile, "OUT TILE_M TILE_N SWAP B_MN", "ELEMENT B_WHOLE HAS_OFFSET PARTS GROUPS"),
     "ragged/ragged_k.cu": Code(_wgmma_tile, "OUT TILE_M TILE_N", "ELEMENT HAS_OFFSET PARTS GROUPS"),
@@ -325,12 +326,12 @@ def quantized_products() -> list[Problem]:
         {"scale_dtype": formats.E8M0, "channel_dtype": "float32", "x_dtype": "float8_e4m3fn"},
     )
     kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3, *of_bytes))
-    found = []
+    found: list[Problem] = []
     for (qtype, zero, types), size, group in zip(kinds, sizes, groups, strict=False):
         if zero == "none" or qtype in formats.INTEGERS:
             kind = {"qtype": qtype, "zero_dtype": zero, "group_size": group, **types}
             found += products.problems([size], [kind])
-    return found
+    return [*found, *(QuantizedTransposedProblem(**vars(p)) for p in found)]
 
 
 def grouped_products() -> list[Problem]:
@@ -467,6 +468,15 @@ def test_sums_of_e4m3_do_not_spill() -> None:
     """Compiles three consumers, which have the fewest registers for sums that are held twice."""
     problem = DotProblem(1, 264, 328, 4096, "bmk", "bnk", "float8_e4m3fn", "bfloat16")
     check_all([Run(tma.FAMILY, problem, tma.Config(192, 128, 5))])
+
+
+def test_transposed_weights_do_not_spill() -> None:
+    """Compiles tiles with the most sums, and with the fewest registers. Scales multiply pairs of 16 bits, or floats."""
+    plain = {"qtype": "int4"}, {"qtype": "nf4", "group_size": 32, "scale_dtype": "float32"}
+    for kind, (tile_m, tile_n) in itertools.product(plain, ((128, 256), (256, 64))):
+        problem = QuantizedTransposedProblem(**vars(products.valid_problem(tile_n, 4096, 4096, **kind)))
+        config = transposed.FAMILY.deepest(problem, transposed.Config(tile_m, tile_n, 0, 0))
+        check_all([Run(transposed.FAMILY, problem, tiles.whole_tiles(problem, config))])
 
 
 @pytest.mark.exhaustive

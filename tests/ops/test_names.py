@@ -80,7 +80,8 @@ def test_hlo_names_every_operation_of_a_training_step() -> None:
     products = [op_name for _, opcode, op_name in found if opcode in ("dot", "convolution")]
     by_xla = {(part, op) for op_name in products for part, op, _ in OURS.findall(op_name)}
     assert {("", "dot_general"), ("lhs_gradient", "dot_general")} <= by_xla
-    assert {(part, "quantized_matmul") for part in ("", "x_gradient", "scale_gradient")} <= by_xla
+    assert {(part, "quantized_matmul") for part in ("", "scale_gradient")} <= by_xla
+    assert ("x_gradient", "quantized_matmul_transposed") in by_xla
     assert all(OURS.search(op_name) for op_name in products), products
 
 
@@ -110,7 +111,7 @@ def test_modules_say_where_an_operation_is() -> None:
 
 
 def test_kernels_are_named_by_family_and_role() -> None:
-    roles = {"", "_direct", "_partial", "_tail", "_prepare", "_reduce", "_reduce_splits", "_reduce_tail"}
+    roles = {"", "_direct", "_partial", "_tail", "_prepare", "_factors", "_reduce", "_reduce_splits", "_reduce_tail"}
     for run in RUNS:
         name, plan = run.family.trace_name(run.problem), run.plan
         assert name.startswith(run.family.name)

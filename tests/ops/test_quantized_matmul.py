@@ -248,7 +248,9 @@ def test_only_what_is_asked_for_is_computed() -> None:
     x = normals(12, 4, 64)
 
     def count(text: str) -> int:
-        return text.count("dot_general[") + text.count("quantized_matmul[")
+        return sum(
+            text.count(f"{name}[") for name in ("dot_general", "quantized_matmul", "quantized_matmul_transposed")
+        )
 
     def products(wrt: str) -> int:
         def loss(operand: jax.Array) -> jax.Array:

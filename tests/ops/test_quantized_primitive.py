@@ -102,7 +102,8 @@ def test_what_no_kernel_takes_is_explained_and_logged(
     for rows, fn in transforms:
         with caplog.at_level("INFO", "jax_splitk"):
             assert calls(fn, x, w) == 0
-        (decision,) = jax_splitk.explain(fn, x, w).decisions
+        decision, *of_x = jax_splitk.explain(fn, x, w).decisions
+        assert [d.problem.op for d in of_x] == ["quantized_matmul_transposed"] * (fn is transforms[1][1])
         assert (decision.problem.rows, decision.problem.features, decision.problem.x_dtype) == (rows, 41, dtype)
         assert (decision.implementation, decision.config, decision.why) == ("xla", None, why)
         assert jax_splitk.tune(fn, x, w).entries == ()

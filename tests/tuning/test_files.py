@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from jax_splitk.cli import stored
-from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import entry as entries
 from jax_splitk.tuning import search, select, store
@@ -23,7 +22,7 @@ from jax_splitk.tuning.result import TuningResult
 from tests.damage import nested
 from tests.problems import generator, seeded
 from tests.runtime.test_disk import endless, fifo, huge
-from tests.tuning_cache import CPU, HUGE, entry_of, key_of, put, random_entry, random_key
+from tests.tuning_cache import CPU, HUGE, entry_of, key_of, put, random_entry, random_key, served
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -31,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 # ---- round trips ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-@pytest.mark.parametrize("target", [CPU, DEFAULT_CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(("target", "op"), served([CPU, DEFAULT_CUDA]), ids=str)
 def test_what_is_dumped_is_loaded_again(target: Target, op: str, cache: pathlib.Path) -> None:
     with seeded(1) as rng:
         pairs = []

@@ -47,7 +47,8 @@ WGRAD = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
 
 def test_every_operation_is_registered() -> None:
     assert set(OPERATIONS) == set(catalogue.FAMILIES) == {
-        "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul", "ragged_dot"
+        "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul", "quantized_matmul_transposed",
+        "ragged_dot",
     }  # fmt: skip
     # lax has a dot_general, too; a product may have more than one primitive.
     assert {primitive.name.removeprefix("jax_splitk_") for primitive in PRIMITIVES} >= set(OPERATIONS)
@@ -150,8 +151,10 @@ def test_both_operations_are_tuned_once(cache: pathlib.Path, monkeypatch: pytest
         assert entry.loads((cache / key.file).read_text(), key) == found
     monkeypatch.setattr(tuner, "tune", None)
     assert len(jax_splitk.tune(grad, *args)) == 2
-    whys = [d.why for d in jax_splitk.explain(grad, *args).decisions]
-    assert all(why.startswith("user cache: ") for why in whys)
+    whys = {d.problem.op: d.why for d in jax_splitk.explain(grad, *args).decisions}
+    assert whys.pop("quantized_matmul_transposed") == "no kernel for platform cpu"
+    assert len(whys) == 2
+    assert all(why.startswith("user cache: ") for why in whys.values())
     quantized, _ = result
     forced = dataclasses.replace(quantized[1], choice=Candidate(quantized_host.FAMILY, quantized_host.Config(1, 5)))
     with TuningResult(((quantized[0], forced),)):

@@ -13,7 +13,6 @@ import pytest
 from benchmarks import tables
 from benchmarks.cases import Case
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
-from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import select, store, table
@@ -22,7 +21,7 @@ from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from tests.problems import seeded
-from tests.tuning_cache import CPU, random_entry, random_key, ship
+from tests.tuning_cache import CPU, random_entry, random_key, served, ship
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -32,8 +31,7 @@ ONE, TWO = (Candidate(wgrad_host.FAMILY, wgrad_host.Config(splits, 64)) for spli
 SHIPPED = table.FOLDER
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-@pytest.mark.parametrize("target", [CPU, DEFAULT_CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(("target", "op"), served([CPU, DEFAULT_CUDA]), ids=str)
 def test_what_was_tuned_becomes_a_row(op: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     with seeded(51) as rng:
         wanted: dict[Any, Entry] = {}

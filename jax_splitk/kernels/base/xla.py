@@ -18,6 +18,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
@@ -120,6 +121,8 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
         return None
     if isinstance(problem, RaggedDotProblem):
         return Estimate(features(problem, target).floor * _GROUPED_FACTOR, _GROUPED_UNCERTAINTY)
+    if isinstance(problem, QuantizedTransposedProblem):
+        return estimate_by(of, problem.forward, target)  # the same weight is dequantized, and multiplied as often
     # The trees see the problem as on the default device; the estimate then follows the device's own rates.
     floor, found = features(problem, target).floor, features(problem, DEFAULT_CUDA)
     spread, ranges = of.classes.get(f"{problem.op}: {found.name}", (math.inf, np.zeros((0, 2))))
@@ -220,5 +223,6 @@ _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "dot_general": _of_dot_general,
     "quantized_matmul": _of_quantized_matmul,
     "ragged_dot": _of_ragged_dot,
+    "quantized_matmul_transposed": _of_quantized_matmul,
 }
 _OPERATIONS = tuple(_FEATURES)

@@ -147,6 +147,13 @@ __device__ inline void store_matrices_trans(uint32_t address, const uint32_t (&v
                : "memory");
 }
 
+// The transpose of a matrix that a warp has: each lane the elements of columns 2*(l%4) and the next in row l/4.
+__device__ inline uint32_t transposed_matrix(uint32_t v) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(v));
+  return transposed;
+}
+
 // d += a * b of 16x16 and 16x8 elements.
 template <class Element>
 __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);

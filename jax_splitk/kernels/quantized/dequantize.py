@@ -4,6 +4,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
 
 FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
@@ -49,11 +50,24 @@ def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
 
 def weight_bytes(problem: QuantizedMatmulProblem, features: int, k: int) -> int:
     """Bytes of words, scales and zero points of a part of the weight, without per-channel scales."""
-    items = jnp.dtype(problem.scale_dtype).itemsize
-    if has_zero(problem):
-        items += jnp.dtype(problem.zero_dtype).itemsize
     groups = 0 if per_channel(problem) else k // problem.group_size
-    return features * (k * problem.bits // 8 + groups * items)
+    return features * (k * problem.bits // 8 + groups * _group_item(problem))
+
+
+def _group_item(problem: QuantizedMatmulProblem) -> int:
+    """Bytes of a group's scale and zero point."""
+    zero = jnp.dtype(problem.zero_dtype).itemsize if has_zero(problem) else 0
+    return jnp.dtype(problem.scale_dtype).itemsize + zero
+
+
+def block_bytes(problem: QuantizedMatmulProblem, m_tiles: int, contracted: int) -> int:
+    """Bytes of words, scales and zero points of tiles of 64 in a row along m, and of whole tiles along the dimension
+    that the product sums over, in shared memory. Tiles there that share a group have a copy of it each."""
+    if not problem.transposed:
+        return weight_bytes(problem, m_tiles * TILE, contracted)
+    groups = 1 if per_channel(problem) else max(1, TILE // problem.group_size)
+    channel = 4 if has_channel_scale(problem) else 0
+    return m_tiles * contracted * (TILE * problem.bits // 8 + groups * _group_item(problem) + channel)
 
 
 # Instructions of a warp that decode 64 values of each of 64 rows, by format.

@@ -1,5 +1,5 @@
-// The product of a float activation and a packed quantized weight for Hopper, in tiles (tiles.cuh): weights
-// are dequantized to 16 bits.
+// The product of a float activation and a packed quantized weight, or its transpose, for Hopper, in tiles
+// (tiles.cuh): weights are dequantized to 16 bits.
 //
 // SCALING, where the scale goes. WEIGHT: into the A registers, in bfloat16: the weight is rounded to x's
 // dtype; integers by the multiplication that decodes them (dequantize_scaled). SUM: onto the fp32 sum of each
@@ -11,7 +11,7 @@
 // its time.
 //
 // Macros: those of tiles.cuh; X_E4M3 (x is e4m3, which KERNEL(_prepare) makes fp16), SCALING, CTAS_PER_SM,
-// PREPARED (after KERNEL(_prepare)).
+// PREPARED (after KERNEL(_prepare), or KERNEL(_factors)).
 
 #include "device/wgmma_rs.cuh"
 #include "quantized/tiles.cuh"
@@ -19,9 +19,11 @@
 using Element = TypeOf<(HALF ? HALF_FLOAT : BF16)>::type;
 
 constexpr int WEIGHT = 0, SUM = 1, CHANNEL = 2;  // SCALING
-static_assert(ZERO_TYPE == NONE || SCALING == SUM, "zero points need sums");
+static_assert(ZERO_TYPE == NONE || SCALING == SUM || TRANSPOSED, "zero points need sums");
 
 constexpr int BOX_BYTES = TILE_N * 128;  // 64 k of x
+
+#include "quantized/transposed.cuh"
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
@@ -30,13 +32,22 @@ struct Reader : Consumer {
   uint32_t pairs;     // its two rows, which are neighbours, among a stage's scales
   uint32_t released;  // barrier of the stage before this one, or the one that nobody waits for
   bool leads;         // its warp
+  float inverse;      // what multiplies the weights of its rows (FACTORS)
+  uint32_t channels;  // its two rows' first channel scales in a stage's extras (TRANSPOSED)
 
   __device__ Reader(const Kernel& kernel, const Role& role) : Consumer{{role.k_warpgroup}} {
     const int warp = role.warp % 4, lane = threadIdx.x % 32;
     stages = kernel.address;
     full = keep(shared_address(kernel.barriers));
+#if TRANSPOSED
+    words = keep(stages + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + first_word(warp, lane));
+    const int group = TILE_GROUPS > 1 ? warp * 16 / GROUP_K : 0;
+    pairs = keep((role.m_warpgroup * GROUPS + group) * WARPGROUP_M + lane / 4 * 2);
+    channels = keep(CHANNELS_AT + role.m_warpgroup * CHANNELS + lane / 4 * 2 * 4);
+#else
     words = keep(stages + X_BYTES + role.m_warpgroup * 2 * TILE_BYTES + warp * (TILE_BYTES / 4) + lane * 16);
     pairs = keep(role.m_warpgroup * GROUPS * WARPGROUP_M + warp * 16 + lane / 4 * 2);
+#endif
     leads = lane == 0;
     released = full + SPARE * 8;
   }
@@ -75,7 +86,7 @@ __device__ inline void scale_weights(uint32_t pair, uint32_t (&a)[4]) {
 
 // One fused multiply-add decodes and scales integers: the exact product, rounded once, as by decoding (which
 // is exact) and multiplying.
-constexpr bool FOLDED = SCALING == WEIGHT && FORMAT <= INT8;
+constexpr bool FOLDED = SCALING == WEIGHT && FORMAT <= INT8 && !TRANSPOSED;
 
 // e4m3 scales go up to 448, where the factor below would overflow: they are taken over 256, which comes back
 // with FACTOR.
@@ -111,28 +122,69 @@ __device__ inline void dequantize_scaled(const uint32_t (&words)[WORDS], const F
 
 // Steps of 16 k that are multiplied at a time, and batches of them that may be under way while the next one's
 // fragments are made. A stage is released with the batch PENDING - 1 of the next.
-constexpr int BATCH = FOLDED ? 2 : 4, BATCHES = 8 / BATCH;
-constexpr int PENDING = FOLDED && TILE_N < 192 ? 3 : 1;
+constexpr int BATCH = FOLDED || TRANSPOSED ? 2 : 4, BATCHES = 8 / BATCH;
+constexpr int PENDING = BATCH == 2 && TILE_N < 192 ? 3 : 1;
+
+__device__ inline float2 over_factor(float2 v) { return make_float2(v.x / FACTOR, v.y / FACTOR); }
 
 // What a lane reads of a stage in advance.
 struct Block {
   static constexpr int TILES =
       WORDS == 1 ? 2 : 1;  // more would not fit in registers beside four warpgroups' sums
+#if TRANSPOSED
+  static constexpr int PAIRS = PACKED_SCALES ? 8 : 0, TYPE = PAIRS > 0 ? SCALE_TYPE : BF16;
+#else
   static constexpr int PAIRS = SCALING == WEIGHT ? GROUPS : 0, TYPE = PAIRS > 0 ? SCALE_TYPE : BF16;
+#endif
   Words words[2];
   uint32_t pairs[PAIRS + 1];  // scales of its two rows, as bfloat16
 
   __device__ void load(const Reader& in) {
     in.wait_full();
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) load_words(in.tile(tile), words[tile]);
+    for (int tile = 0; tile < TILES; ++tile) load(in, tile);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
+#if TRANSPOSED
+      const uint32_t at = in.extras() + (in.pairs + scales_of(i)) * SCALE_ITEM;
+#else
       const uint32_t at = in.extras() + (in.pairs + i * WARPGROUP_M) * SCALE_ITEM;
+#endif
       pairs[i] = to_bf16_pair<TYPE>(load_shared<Pair<TYPE>>(at));
       if constexpr (LOWERED) pairs[i] = mul_bf16x2(pairs[i], twice(0x3b80));
     }
   }
+
+  __device__ void load(const Reader& in, int tile) {
+#if TRANSPOSED
+    load_transposed(in.tile(tile), words[tile]);
+#else
+    load_words(in.tile(tile), words[tile]);
+#endif
+  }
+
+#if TRANSPOSED
+  // The fragments of 16 features, the block's `sixteen`-th.
+  __device__ void fragments(const Reader& in, int sixteen, uint32_t (&a)[4]) const {
+    dequantize(words[sixteen / 4][sixteen % 4], a);
+    if constexpr (PACKED_SCALES) {
+      scale_weights(pairs[sixteen], a);
+    } else {
+      const uint32_t at = in.pairs + scales_of(sixteen);
+      float2 scale = load_pair<SCALE_TYPE>(in.extras() + at * SCALE_ITEM), zero = {0.f, 0.f};
+      if constexpr (ZERO_TYPE != NONE)
+        zero = over_factor(load_pair<ZERO_TYPE>(in.extras() + ZEROS_AT + at * ZERO_ITEM));
+      if constexpr (CHANNEL_SCALE) {
+        const uint32_t channels = in.extras() + in.channels + sixteen * 16 * 4;
+        const float2 channel = load_pair<FLOAT>(channels);
+        scale = {scale.x * channel.x, scale.y * channel.y};
+      }
+      if constexpr (FACTORS) scale = {scale.x * in.inverse, scale.y * in.inverse};
+      scale_values(scale, zero, a);
+    }
+    transpose(a);
+  }
+#endif
 };
 
 // WEIGHT and CHANNEL: one chain of sums. The fragments of batches take turns: some are made while the tensor
@@ -154,10 +206,13 @@ __device__ inline void add_blocks(Reader& in, int blocks, Accumulator& acc) {
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       const int tile = batch * BATCH / 4, first = batch * BATCH % 4;
-      if (tile >= Block::TILES && first == 0) load_words(in.tile(tile), block.words[tile]);
+      if (tile >= Block::TILES && first == 0) block.load(in, tile);
       auto& a = fragments[batch % (PENDING + 1)];
 #pragma unroll
       for (int step = 0; step < BATCH; ++step) {
+#if TRANSPOSED
+        block.fragments(in, tile * 4 + first + step, a[step]);
+#else
         const auto& words = block.words[tile][first + step];
         const uint32_t pair = block.pairs[(tile * 64 + (first + step) * 16) / GROUP_K];
         if constexpr (FOLDED) {
@@ -166,6 +221,7 @@ __device__ inline void add_blocks(Reader& in, int blocks, Accumulator& acc) {
           dequantize(words, a[step]);
           if constexpr (SCALING == WEIGHT) scale_weights(pair, a[step]);
         }
+#endif
       }
       if (FOLDED && large) {  // again, without what overflows
 #pragma unroll
@@ -194,8 +250,6 @@ struct Period {
   float2 scale, zero;  // of the lane's two rows; zero points over FACTOR
   uint32_t sums;       // of x, for the lane's first columns
 };
-
-__device__ inline float2 over_factor(float2 v) { return make_float2(v.x / FACTOR, v.y / FACTOR); }
 
 __device__ inline float less_zero(float acc, float zero, float sum_of_x) {
   return ZERO_TYPE == NONE ? acc : fmaf(-zero, sum_of_x, acc);
@@ -290,7 +344,8 @@ struct Loop {
   static constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : CTAS_PER_SM == 2 ? 56 : 24;
   static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 240;
   const Weight weight;
-  const float* sums;  // of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]
+  // Sums of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]. With FACTORS, factors of groups.
+  const float* sums;
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, int warp) const {
     if constexpr (PREPARED) wait_on_dependent_grids();
@@ -320,19 +375,27 @@ struct Loop {
     const Args& g = kernel.g;
     const Role role(warp, threadIdx.x, 0);
     Reader in(kernel, role);
+    if constexpr (FACTORS) wait_on_dependent_grids();
     for (int index = 0; index < PIECES; ++index) {
       const Piece piece = piece_of(g, index);
       if (piece.begin >= piece.end) break;
       Accumulator acc;
       Period channel = {};
       const Place at = place_of(g, piece.tile, 0);
-      if constexpr (GROUP == 0) {
+      if constexpr (GROUP == 0 && !TRANSPOSED) {
         const size_t row = role.channel(g, at);
         channel.scale = load_pair<SCALE_TYPE>(weight.scale + row * SCALE_ITEM);
         if constexpr (ZERO_TYPE != NONE) {
           channel.zero = over_factor(load_pair<ZERO_TYPE>(weight.zero + row * ZERO_ITEM));
         }
       }
+      [[maybe_unused]] float factor = 1.f;
+#if TRANSPOSED
+      if constexpr (FACTORS) {
+        factor = __ldcg(sums + group_of(at.m_tile(g, role.m_warpgroup), role.warp % 4));
+        in.inverse = 1.f / factor;
+      }
+#endif
       if constexpr (SCALING == SUM) {
         add_periods(in, role.blocks(piece), channel, acc);
       } else {
@@ -343,8 +406,9 @@ struct Loop {
         if constexpr (SCALING == CHANNEL) acc[i] *= i / 2 % 2 ? channel.scale.y : channel.scale.x;
         if constexpr (!SPLIT) acc[i] *= FACTOR;
         if constexpr (LOWERED) acc[i] *= 256.f;
+        if constexpr (FACTORS) acc[i] *= factor;
       }
-      if constexpr (CHANNEL_SCALE) scale_channels(weight.channel, role.channel(g, at), acc);
+      if constexpr (CHANNEL_SCALE && !TRANSPOSED) scale_channels(weight.channel, role.channel(g, at), acc);
       store_piece(kernel, piece, at, role, acc);
     }
   }
@@ -392,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(128)
       sum += float(value);
     }
   }
-  if constexpr (ZERO_TYPE != NONE) {
+  if constexpr (SUM_ROWS > 0) {
 #pragma unroll
     for (int step = 1; step < PERIOD / 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane % (PERIOD / 4) == 0) {

@@ -45,7 +45,10 @@ def period(problem: QuantizedMatmulProblem) -> int:
 
 def scaling(p: QuantizedMatmulProblem) -> str:
     """Where scales are applied: to the "weight" (which is rounded to the activation's dtype), to the fp32 "sum" of a
-    group, or to the sum of all k ("channel"). The fastest of these with the promised accuracy."""
+    group, or to the sum of all k ("channel"). The fastest of these with the promised accuracy; the product with the
+    transposed weight has sums over features, to which no scale belongs."""
+    if p.transposed:
+        return "weight"
     if has_zero(p):
         return "sum"
     if per_channel(p):  # WGMMA truncates its sums: long chains of them only where rounding hides it
@@ -67,12 +70,17 @@ def max_tile_n(p: QuantizedMatmulProblem, warpgroups: int) -> int:
 def needs_copy(problem: QuantizedMatmulProblem) -> bool:
     """Whether x must be copied, because TMA cannot load it for WGMMA: that needs rows in multiples of 16 bytes, and
     elements of 16 bits."""
-    return problem.k % 8 != 0 or problem.x_dtype == "float8_e4m3fn"
+    return problem.contracted % 8 != 0 or problem.x_dtype == "float8_e4m3fn"
+
+
+def needs_sums(problem: QuantizedMatmulProblem) -> bool:
+    """Whether zero points take part as multiples of sums of x."""
+    return has_zero(problem) and scaling(problem) == "sum"
 
 
 def _prepared(problem: QuantizedMatmulProblem) -> bool:
-    """Whether another kernel prepares x first (PREPARED in the device code)."""
-    return needs_copy(problem) or has_zero(problem)
+    """Whether another kernel prepares x first."""
+    return needs_copy(problem) or needs_sums(problem)
 
 
 def _operand_dtype(problem: QuantizedMatmulProblem) -> str:
@@ -92,7 +100,7 @@ def _copy_bytes(problem: QuantizedMatmulProblem) -> int:
 
 
 def _pitch(problem: QuantizedMatmulProblem) -> int:
-    return -(-problem.k // 8) * 8
+    return -(-problem.contracted // 8) * 8
 
 
 def _padded_rows(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -100,14 +108,14 @@ def _padded_rows(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 
 def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
-    if not has_zero(problem):
+    if not needs_sums(problem):
         return 0
     return _aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
 
 
 def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Struct:
     """Arguments of the kernel that prepares x; `pitch` is the elements of a row of the copy, 0 for no copy."""
-    sizes = {"rows": problem.rows, "k": problem.k, "padded_rows": _padded_rows(problem, config)}
+    sizes = {"rows": problem.rows, "k": problem.contracted, "padded_rows": _padded_rows(problem, config)}
     pitch = _pitch(problem) if needs_copy(problem) else 0
     return Struct("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
 
@@ -127,7 +135,7 @@ class Tiled(tiles.TileFamily[Config]):
     queues = True
 
     def x_sums_bytes(self, problem: QuantizedMatmulProblem, tile_n: int) -> int:
-        return BLOCK_K // period(problem) * tile_n * 4 if has_zero(problem) else 0
+        return BLOCK_K // period(problem) * tile_n * 4 if needs_sums(problem) else 0
 
     def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """2 if shared memory and the registers allow it (CTAS_PER_SM in the device code)."""
@@ -143,8 +151,9 @@ class Tiled(tiles.TileFamily[Config]):
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         units = (problem.rows + 256) * k_blocks(problem)
         if _prepared(problem) and units > tiles.INT32_MAX:
-            copied = f"dtype {problem.x_dtype}" if problem.k % 8 == 0 else f"k={problem.k} (no multiple of 8)"
-            what = "zero points" if has_zero(problem) else copied
+            length = f"{'features' if problem.transposed else 'k'}={problem.contracted}"
+            copied = f"dtype {problem.x_dtype}" if problem.contracted % 8 == 0 else f"{length} (no multiple of 8)"
+            what = "zero points" if needs_sums(problem) else copied
             return f"{units} blocks of 128 k of x with {what}; accepted: at most {tiles.INT32_MAX}"
         return None
 
@@ -161,14 +170,14 @@ class Tiled(tiles.TileFamily[Config]):
         widths = [n for n in TILES_N if n >= problem.rows][:1]
         widths += [n for n in (64, 96, 128, 192, 256) if n < problem.rows]
         for tile_m, tile_n in itertools.product(TILES_M, widths):
-            if tile_m // 2 >= problem.features and tile_m > WARPGROUP_M:
+            if tile_m // 2 >= problem.m and tile_m > WARPGROUP_M:
                 continue  # half of it is padding
-            if tile_m == WARPGROUP_M and problem.features > WARPGROUP_M and problem.rows > 64:
+            if tile_m == WARPGROUP_M and problem.m > WARPGROUP_M and problem.rows > 64:
                 continue
             if tile_n > max_tile_n(problem, tile_m // WARPGROUP_M):
                 continue
             for k_warpgroups, together in itertools.product((1, 2), (2, 1)):
-                tile = Config(tile_m, tile_n, 0, 0, k_warpgroups=k_warpgroups)
+                tile = self.Config(tile_m, tile_n, 0, 0, k_warpgroups=k_warpgroups)
                 config = self.deepest(problem, tile, together)
                 enough = config.stages >= tiles.MIN_STAGES[k_warpgroups]
                 if enough and self.blocks_per_sm(problem, config) == together:
@@ -185,7 +194,7 @@ class Tiled(tiles.TileFamily[Config]):
 
     def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
         """A product counts at least 16 columns."""
-        where, columns = scaling(problem), config.tile_n / 2 * (2 if has_zero(problem) else 1)
+        where, columns = scaling(problem), config.tile_n / 2 * (2 if needs_sums(problem) else 1)
         issued = 4 * 2 * INSTRUCTIONS[problem.qtype]
         if where == "weight" and not FORMATS[problem.qtype].integer:
             issued *= 1.4
@@ -209,7 +218,7 @@ class Tiled(tiles.TileFamily[Config]):
             "SCALING": SCALINGS.index(scaling(problem)),
             "PERIOD": period(problem),
             "CTAS_PER_SM": self.blocks_per_sm(problem, config),
-            "PREPARED": int(_prepared(problem)),
+            "PREPARED": int(self.prepared(problem)),
         }
 
     def structs(self, problem: QuantizedMatmulProblem, config: Config) -> list[Struct]:
@@ -218,7 +227,8 @@ class Tiled(tiles.TileFamily[Config]):
 
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
         buffer = workspace if needs_copy(problem) else 0
-        dims, strides = (problem.k, problem.rows), (_pitch(problem) * 2,)  # of k itself where rows are not copied
+        # The pitch is that of x itself where rows are not copied.
+        dims, strides = (problem.contracted, problem.rows), (_pitch(problem) * 2,)
         return plan.TiledMap(buffer, _operand_dtype(problem), dims, strides, box=(64, config.tile_n))
 
     def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:

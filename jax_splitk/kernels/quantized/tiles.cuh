@@ -9,6 +9,13 @@
 // stages. Beyond k, TMA fills x with zeros; where the weight ends in the middle of a block its last tile
 // stands in again, so that nothing unwritten is multiplied by these zeros.
 //
+// Under TRANSPOSED the product is with the transposed weight:
+//
+//   out[n, m] = sum over k of x[n, k] * (value(q[m, k]) - zero[m / group, k]) * scale[m / group, k]
+//
+// with m over the weight's k and k over its features, from the same tiles of 64 features by 64 k. What follows
+// names dimensions as this product has them: a warpgroup has 64 m, and a k block is two tiles of features.
+//
 // Work. Tiles are numbered in bands (see `place_of`). A worker, which is a thread block, or a cluster of
 // MULTICAST of them that have neighbouring tiles and load their rows of x together, computes `whole_tiles`
 // tiles, as many apart as there are workers; the k blocks of all tiles after these, laid end to end, are cut
@@ -16,7 +23,7 @@
 // the workspace: each range writes its fp32 sums as a slot, in the accumulators' order, and KERNEL(_reduce)
 // adds the slots of a tile in the order of their ranges. With SPLITS above 1 each tile is cut into that many
 // ranges, whose thread blocks form a cluster, and its sums meet in shared memory (cluster_sums.cuh); there
-// K_WARPGROUPS can share 64 features: each takes every K_WARPGROUPS-th block of the range, and their sums
+// K_WARPGROUPS can share 64 m: each takes every K_WARPGROUPS-th block of the range, and their sums
 // meet first.
 //
 // Roles. Warpgroup 0 is the producer: a thread in each of some of its warps issues copies, and it leaves its
@@ -34,8 +41,8 @@
 // Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh),
 // SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial
 // sum), M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES,
-// N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (features are a multiple of 8),
-// WHOLE (the weight does not end in the middle of a block).
+// N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (m is a multiple of 8), WHOLE
+// (the weight does not end in the middle of a block), TRANSPOSED (0 by default).
 
 #include "device/output.cuh"
 #include "device/skeleton.cuh"
@@ -43,8 +50,12 @@
 #include "quantized/scales.cuh"
 #include "structs.cuh"
 
+#ifndef TRANSPOSED
+#define TRANSPOSED 0
+#endif
+
 constexpr int BLOCK_K = 128;
-constexpr int WARPGROUP_M = 64;                          // features of a warpgroup
+constexpr int WARPGROUP_M = 64;                          // m of a warpgroup
 constexpr int WARPGROUPS = M_WARPGROUPS * K_WARPGROUPS;  // of consumers
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
 constexpr bool SPLIT = SPLITS > 1;
@@ -57,12 +68,17 @@ constexpr int X_BYTES = TILE_N * BLOCK_K * 32 / STEP_K;  // of a stage
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;          // of the packed weight
 constexpr int STAGE_BYTES = X_BYTES + M_WARPGROUPS * 2 * TILE_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES;
 
-// Scales and zero points of a stage and a warpgroup; sums of x over PERIOD k of a stage.
-constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K, GROUPS = GROUP ? BLOCK_K / GROUP_K : 0;  // of a block
+// Scales and zero points of a stage and a warpgroup, and channel scales where k are features; sums of x over PERIOD k of a stage.
+constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K;
+constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // of the weight's tile
+// Of a block. A scale for all k stays in registers, unless it belongs to the k of the product.
+constexpr int GROUPS = TRANSPOSED ? 2 * TILE_GROUPS : GROUP ? BLOCK_K / GROUP_K : 0;
 constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
 constexpr int SCALES = GROUPS * WARPGROUP_M * SCALE_ITEM, ZEROS = GROUPS * WARPGROUP_M * ZERO_ITEM;
-constexpr int SUM_ROWS = ZERO_TYPE == NONE ? 0 : BLOCK_K / PERIOD, SUMS_BYTES = SUM_ROWS * TILE_N * 4;
-constexpr int ZEROS_AT = M_WARPGROUPS * SCALES, SUMS_AT = ZEROS_AT + M_WARPGROUPS * ZEROS;
+constexpr int SUM_ROWS = ZERO_TYPE == NONE || TRANSPOSED ? 0 : BLOCK_K / PERIOD, SUMS_BYTES = SUM_ROWS * TILE_N * 4;
+constexpr int CHANNELS = TRANSPOSED && CHANNEL_SCALE ? 2 * 64 * 4 : 0;
+constexpr int ZEROS_AT = M_WARPGROUPS * SCALES, CHANNELS_AT = ZEROS_AT + M_WARPGROUPS * ZEROS;
+constexpr int SUMS_AT = CHANNELS_AT + M_WARPGROUPS * CHANNELS;
 constexpr int EXTRAS_AT = PIPELINE_BYTES, EXTRA_BYTES = SUMS_AT + SUMS_BYTES;
 
 // Results on their way to memory: 16 rows of x by 16 features for each warp, 16 bytes of padding to a row.
@@ -122,9 +138,9 @@ __device__ inline Piece piece_of(const Args& g, int index, int worker = int(bloc
 struct Place {
   int m, n;  // tiles, m a thread block's
 
-  // The packed weight's tile of a warpgroup's features. It may have none of them: the last one.
-  __device__ int feature_tile(const Args& g, int warpgroup) const {
-    return min(m * M_WARPGROUPS + warpgroup, g.feature_tiles - 1);
+  // The packed weight's tile along m of a warpgroup. It may have none of them: the last one.
+  __device__ int m_tile(const Args& g, int warpgroup) const {
+    return min(m * M_WARPGROUPS + warpgroup, g.m_tiles - 1);
   }
 };
 
@@ -184,16 +200,49 @@ struct Weight {
   const float* channel;
 };
 
-constexpr int WEIGHT_BYTES = 2 * TILE_BYTES + SCALES + ZEROS;  // of a stage and a warpgroup
+constexpr int WEIGHT_BYTES = 2 * TILE_BYTES + SCALES + ZEROS + CHANNELS;  // of a stage and a warpgroup
 
 // Read by one thread block only, or by several.
 __device__ inline uint64_t weight_hint(const Args& g) { return g.once ? EVICT_FIRST : EVICT_NORMAL; }
 
-// Copies a k block of a warpgroup's features.
+#if TRANSPOSED
+// The group of the weight's k that the 16 m of a warp in a warpgroup's tile belong to.
+__device__ inline int group_of(int tile, int warp) {
+  return GROUP == 0 ? 0 : (tile * WARPGROUP_M + warp * 16) / GROUP_K;
+}
+
+// Copies a k block of a warpgroup's m: two tiles of features, of which a block at the end may have the first
+// one only. It then has that one twice.
 __device__ inline void copy_weight(const Kernel& kernel, const Weight& from, const Place& at, int block,
                                    int warpgroup, int stage, uint64_t* full, uint64_t hint) {
   const Args& g = kernel.g;
-  const int tile = at.feature_tile(g, warpgroup);
+  const int tile = at.m_tile(g, warpgroup), group = group_of(tile, 0);
+  const uint32_t barrier = shared_address(full);
+  const uint32_t words = kernel.address + stage * STAGE_BYTES + X_BYTES + warpgroup * 2 * TILE_BYTES;
+  const uint32_t extras = kernel.address + EXTRAS_AT + stage * EXTRA_BYTES;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int of = WHOLE ? 2 * block + half : min(2 * block + half, g.k_tiles - 1);
+    copy_bulk(words + half * TILE_BYTES, from.words + (size_t(of) * g.m_tiles + tile) * TILE_BYTES,
+              TILE_BYTES, barrier, hint);
+    const auto copy = [&](int at, const uint8_t* all, int bytes, int item) {
+      copy_bulk(extras + at + warpgroup * bytes + half * (bytes / 2),
+                all + (size_t(of) * g.groups + group) * WARPGROUP_M * item, bytes / 2, barrier, hint);
+    };
+    copy(0, from.scale, SCALES, SCALE_ITEM);
+    if constexpr (ZERO_TYPE != NONE) copy(ZEROS_AT, from.zero, ZEROS, ZERO_ITEM);
+    if constexpr (CHANNEL_SCALE) {
+      const uint32_t to = extras + CHANNELS_AT + warpgroup * CHANNELS + half * (CHANNELS / 2);
+      copy_bulk(to, from.channel + size_t(of) * 64, CHANNELS / 2, barrier, hint);
+    }
+  }
+}
+#else
+// Copies a k block of a warpgroup's m.
+__device__ inline void copy_weight(const Kernel& kernel, const Weight& from, const Place& at, int block,
+                                   int warpgroup, int stage, uint64_t* full, uint64_t hint) {
+  const Args& g = kernel.g;
+  const int tile = at.m_tile(g, warpgroup);
   const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
   copy_block(kernel.address + stage * STAGE_BYTES + X_BYTES + warpgroup * 2 * TILE_BYTES,
              from.words + (size_t(tile) * g.k_tiles + 2 * block) * TILE_BYTES, 2 * TILE_BYTES, half, full,
@@ -209,6 +258,7 @@ __device__ inline void copy_weight(const Kernel& kernel, const Weight& from, con
     if constexpr (ZERO_TYPE != NONE) copy(ZEROS_AT, from.zero, ZEROS, ZERO_ITEM);
   }
 }
+#endif
 
 // ---- consumer --------------------------------------------------------------------------------------------
 
@@ -253,8 +303,8 @@ __device__ inline uint32_t packed(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane
-// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
+// Stores a warp's 16 m, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane l, m
+// l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + m half * 2 + odd].
 __device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
                              const float (&v)[8], int lane) {
   if constexpr (OUT != FLOAT && EIGHTS) {
@@ -264,16 +314,16 @@ __device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32
     store_matrices_trans(to,
                          {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
     __syncwarp();
-    const int row = n + lane / 2, feature = m + lane % 2 * 8;
+    const int row = n + lane / 2, column = m + lane % 2 * 8;
     const uint4 chunk = load_shared<uint4>(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
-    if (row < g.rows && feature < g.features) {
-      *reinterpret_cast<uint4*>(out + size_t(row) * g.features + feature) = chunk;
+    if (row < g.rows && column < g.m) {
+      *reinterpret_cast<uint4*>(out + size_t(row) * g.m + column) = chunk;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, feature = m + i / 2 % 2 * 8 + lane / 4;
-      if (row < g.rows && feature < g.features) convert(v[i], out[size_t(row) * g.features + feature]);
+      const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, column = m + i / 2 % 2 * 8 + lane / 4;
+      if (row < g.rows && column < g.m) convert(v[i], out[size_t(row) * g.m + column]);
     }
   }
 }
@@ -302,7 +352,7 @@ __device__ inline float4* slot_of(float* partials, int slot, int rank, int warpg
 
 #include "quantized/cluster_sums.cuh"
 
-// Where a consumer thread is: the warp of all consumers', its warpgroup among those of other features, and
+// Where a consumer thread is: the warp of all consumers', its warpgroup among those of other m, and
 // among those that share them; the thread of the block; the block of those that share x.
 struct Role {
   int warp, m_warpgroup, k_warpgroup, rank;
@@ -320,9 +370,9 @@ struct Role {
     return (piece.end - piece.begin + K_WARPGROUPS - 1 - k_warpgroup) / K_WARPGROUPS;
   }
 
-  // The first of a lane's two rows among all features', which are neighbours.
+  // The first of a lane's two rows among all m, which are neighbours in the packed order.
   __device__ size_t channel(const Args& g, const Place& at) const {
-    return size_t(at.feature_tile(g, m_warpgroup)) * WARPGROUP_M + warp % 4 * 16 + thread % 32 / 4 * 2;
+    return size_t(at.m_tile(g, m_warpgroup)) * WARPGROUP_M + warp % 4 * 16 + thread % 32 / 4 * 2;
   }
 };
 

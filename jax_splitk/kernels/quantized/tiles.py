@@ -18,11 +18,12 @@ from jax_splitk.kernels.quantized import dequantize
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.quantized import packing
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import Target, resident_blocks
 
 BLOCK_K = 128  # two tiles of the packed weight
-WARPGROUP_M = 64  # features of a warpgroup
+WARPGROUP_M = 64  # m of a warpgroup
 REDUCE_ROWS = 16  # rows of x of a thread block of the kernel that adds ranges
 CHUNK_BYTES = WARPGROUP_M * REDUCE_ROWS * 4  # of the sums that a cluster's blocks send to each other
 INT32_MAX = 2**31 - 1
@@ -43,14 +44,14 @@ class Config:
     """How the tiles of a product with a quantized weight are computed.
 
     Attributes:
-      tile_m, tile_n: output tile of a thread block, features by rows of x.
+      tile_m, tile_n: output tile of a thread block, elements of a row of the result by rows of x.
       stages: depth of the shared-memory pipeline, in blocks of 128 k.
       blocks: thread blocks.
       whole_tiles: whole tiles that each thread block computes. The k blocks of all other tiles are cut into equal
         ranges, one for each thread block, whose sums are added from the workspace.
       splits: above 1, every tile has this number of equal ranges, whose thread blocks form a cluster and add their sums
         in shared memory.
-      k_warpgroups: warpgroups that share 64 features, and take turns with the k blocks of a range; 1, or 2 with splits.
+      k_warpgroups: warpgroups that share 64 m, and take turns with the k blocks of a range; 1, or 2 with splits.
     """
 
     tile_m: int
@@ -68,7 +69,7 @@ class Config:
 
     @property
     def m_warpgroups(self) -> int:
-        """Features of a thread block in units of 64 (M_WARPGROUPS in the device code)."""
+        """tile_m in units of 64 (M_WARPGROUPS in the device code)."""
         return self.tile_m // WARPGROUP_M
 
     @property
@@ -82,12 +83,13 @@ Prepared: TypeAlias = tuple[tuple[plan.Param, ...], tuple[plan.Launch, ...]]
 
 
 def k_blocks(problem: QuantizedMatmulProblem) -> int:
-    return -(-problem.k // BLOCK_K)
+    """Blocks of the dimension that the product sums over, which kernels call k."""
+    return -(-problem.contracted // BLOCK_K)
 
 
 def tile_counts(problem: QuantizedMatmulProblem, config: Config) -> tuple[int, int]:
-    """(a worker's tiles along the features, tiles along the rows)."""
-    return -(-problem.features // (config.tile_m * config.worker_blocks)), -(-problem.rows // config.tile_n)
+    """(a worker's tiles along m, tiles along the rows)."""
+    return -(-problem.m // (config.tile_m * config.worker_blocks)), -(-problem.rows // config.tile_n)
 
 
 def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
@@ -98,7 +100,7 @@ def schedule(problem: QuantizedMatmulProblem, config: Config) -> Schedule:
 def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
     """Sizes of the output and of the packed weight; tiles, and the share of a worker (see `Schedule`)."""
     given, (tiles_m, tiles_n) = schedule(p, config), tile_counts(p, config)
-    sizes = {"rows": p.rows, "features": p.features, "feature_tiles": p.feature_tiles, "k_tiles": p.k_tiles}
+    sizes = {"rows": p.rows, "m": p.m, "m_tiles": packing.tiles(p.m), "k_tiles": packing.tiles(p.contracted)}
     sizes |= {"groups": p.groups, "k_blocks": given.k_blocks, "tiles_m": tiles_m, "tiles_n": tiles_n}
     work = {"whole_tiles": given.whole_tiles, "range_blocks": given.range_blocks}
     return Struct("Args", {**sizes, **work, "once": int(tiles_n == 1)})  # once: a thread block alone reads a word
@@ -153,7 +155,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
     def stage_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """STAGE_BYTES and EXTRA_BYTES of the device code."""
         x = BLOCK_K * self.x_item * config.tile_n
-        weight = dequantize.weight_bytes(problem, config.tile_m, BLOCK_K)
+        weight = dequantize.block_bytes(problem, config.m_warpgroups, BLOCK_K)
         return x + weight + self.x_sums_bytes(problem, config.tile_n)
 
     def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
@@ -216,9 +218,10 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             if not 0 < size <= INT32_MAX - 256:
                 return f"{size} {what}; accepted: 1 to {INT32_MAX - 256}"
         tile_m, tile_n = self.counted_tile
-        units = k_blocks(problem) * -(-problem.features // tile_m) * -(-problem.rows // tile_n)
+        units = k_blocks(problem) * -(-problem.m // tile_m) * -(-problem.rows // tile_n)
         if units > MAX_UNITS:
-            return f"{units} blocks of {tile_m} features, {tile_n} rows and 128 k; accepted: at most {MAX_UNITS}"
+            m, k = ("k", "features") if problem.transposed else ("features", "k")
+            return f"{units} blocks of {tile_m} {m}, {tile_n} rows and 128 {k}; accepted: at most {MAX_UNITS}"
         return self.loop_problem_refusal(problem)
 
     def config_refusal(self, problem: QuantizedMatmulProblem, config: _Config) -> str | None:
@@ -345,7 +348,9 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             instructions=blocks * issued,
             waits=rounds + blocks / config.stages / together,
             turns=(pieces * 8 + blocks / together * turns) / config.k_warpgroups,
-            memory_bytes=problem.bytes_moved + 0.4 * reloaded + (4 * problem.rows * problem.k if prepared else 0),
+            memory_bytes=problem.bytes_moved
+            + 0.4 * reloaded
+            + (4 * problem.rows * problem.contracted if prepared else 0),
             waves=rounds,
             stored_bytes=pieces * tile_bytes(config) / config.splits + (config.k_warpgroups - 1) * tile_bytes(config),
             partial_bytes=2 * slots * tile_bytes(config),
@@ -369,8 +374,8 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return (), ()
 
     def macros(self, problem: QuantizedMatmulProblem, config: _Config) -> dict[str, int]:
-        """Macros. The code depends on sizes only by: whether the output's rows and the weight's k end at the accesses'
-        ends, the number of tiles along the rows if it is small, and with splits the ranges of k."""
+        """Macros. The code depends on sizes only by: whether the output's rows and the k that is summed over end at the
+        accesses' ends, the number of tiles along the rows if it is small, and with splits the ranges of k."""
         given, n_tiles = schedule(problem, config), tile_counts(problem, config)[1]
         ranges = (given.range_blocks, given.last_range(config.splits)) if config.splits > 1 else (0, 0)
         return {
@@ -384,8 +389,8 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             "TILE_N": config.tile_n,
             "STAGES": config.stages,
             "N_TILES": n_tiles if n_tiles <= MAX_N_TILES else 0,
-            "EIGHTS": int(problem.features % 8 == 0),
-            "WHOLE": int(problem.k_tiles % 2 == 0),
+            "EIGHTS": int(problem.m % 8 == 0),
+            "WHOLE": int(packing.tiles(problem.contracted) % 2 == 0),
             **self.loop_macros(problem, config),
         }
 

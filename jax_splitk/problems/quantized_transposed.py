@@ -1,0 +1,36 @@
+"""What a product with the transpose of a packed quantized weight computes."""
+
+import dataclasses
+from typing import ClassVar
+
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTransposedProblem(QuantizedMatmulProblem):
+    """x @ w.T for an activation x [rows, features] and a packed weight w [k, features]; the result is [rows, k].
+
+    With the cotangent of a product's result as x, it is the cotangent of that product's activation. It reads the words
+    and scales of the forward product, so the fields that describe the weight are those of `QuantizedMatmulProblem`. The
+    groups of the weight lie along k, which is a dimension of the result. So a scale cannot multiply sums: it multiplies
+    the weight, which is then rounded to x's dtype.
+
+    As the kernels see it, it is D[m, n] = sum over features of A[m, features] B[features, n] with A the weight (m over
+    k), B the transposed activation (n over rows).
+    """
+
+    op = "quantized_matmul_transposed"
+    transposed: ClassVar[bool] = True
+
+    @property
+    def x_shape(self) -> tuple[int, int]:
+        return (self.rows, self.features)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return (self.rows, self.k)
+
+    @property
+    def forward(self) -> QuantizedMatmulProblem:
+        """The product x @ w of as many rows, with the same weight."""
+        return QuantizedMatmulProblem(**vars(self))
