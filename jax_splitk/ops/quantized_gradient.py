@@ -243,8 +243,8 @@ def _transposed_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Qu
     if asked:
 
         def of(*some: jax.Array) -> jax.Array:
-            changed = dict(zip(asked, some, strict=True))
-            every = [changed[i] if i in changed else leaf for i, leaf in enumerate(leaves)]
+            changed: dict[int, Any] = dict(zip(asked, some, strict=True))
+            every = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
             return _transposed_in_lax(x, *every, call=call)
 
         terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(dots[i] for i in asked))[1])
