@@ -6,8 +6,8 @@
 // their four 8x8 matrices in registers.
 //
 // Scales and zero points belong to a feature and to a group of k. They cannot multiply a sum over features. So
-// they are applied to the values, which are rounded to x's dtype: once, since a value, less its zero point, is
-// exact, and so is its product with a scale of 16 bits in fp32.
+// they are applied to the values, in bfloat16 where that rounds once, else in fp32: (value - zero) * (scale *
+// channel scale), which is then rounded to x's dtype. nf4's values are those of dequantize.cuh, rounded before.
 //
 // FACTORS: fp16 does not hold every weight. KERNEL(_factors) finds for each group of k a power of two, by which
 // the group's weights are divided, and their sums multiplied.
