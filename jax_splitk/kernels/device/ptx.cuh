@@ -147,7 +147,7 @@ __device__ inline void store_matrices_trans(uint32_t address, const uint32_t (&v
                : "memory");
 }
 
-// The transpose of a matrix that a warp has: each lane the elements of columns 2*(l%4) and the next in row l/4.
+// The transpose of a matrix, of which each lane has the elements of columns 2*(l%4) and the next in row l/4.
 __device__ inline uint32_t transposed_matrix(uint32_t v) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(v));

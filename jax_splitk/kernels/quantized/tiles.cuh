@@ -13,8 +13,9 @@
 //
 //   out[n, m] = sum over k of x[n, k] * (value(q[m, k]) - zero[m / group, k]) * scale[m / group, k]
 //
-// with m over the weight's k and k over its features, from the same tiles of 64 features by 64 k. What follows
-// names dimensions as this product has them: a warpgroup has 64 m, and a k block is two tiles of features.
+// with m over the weight's k and k over its features, from the same tiles of 64 features by 64 k. What
+// follows names dimensions as this product has them: a warpgroup has 64 m, and a k block is two tiles of
+// features.
 //
 // Work. Tiles are numbered in bands (see `place_of`). A worker, which is a thread block, or a cluster of
 // MULTICAST of them that have neighbouring tiles and load their rows of x together, computes `whole_tiles`
@@ -68,14 +69,16 @@ constexpr int X_BYTES = TILE_N * BLOCK_K * 32 / STEP_K;  // of a stage
 constexpr int TILE_BYTES = WORDS * 64 * 64 / 2;          // of the packed weight
 constexpr int STAGE_BYTES = X_BYTES + M_WARPGROUPS * 2 * TILE_BYTES, PIPELINE_BYTES = STAGES * STAGE_BYTES;
 
-// Scales and zero points of a stage and a warpgroup, and channel scales where k are features; sums of x over PERIOD k of a stage.
+// Scales and zero points of a stage and a warpgroup, and channel scales where k are features; sums of x over
+// PERIOD k of a stage.
 constexpr int GROUP_K = GROUP ? GROUP : BLOCK_K;
 constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // of the weight's tile
 // Of a block. A scale for all k stays in registers, unless it belongs to the k of the product.
 constexpr int GROUPS = TRANSPOSED ? 2 * TILE_GROUPS : GROUP ? BLOCK_K / GROUP_K : 0;
 constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
 constexpr int SCALES = GROUPS * WARPGROUP_M * SCALE_ITEM, ZEROS = GROUPS * WARPGROUP_M * ZERO_ITEM;
-constexpr int SUM_ROWS = ZERO_TYPE == NONE || TRANSPOSED ? 0 : BLOCK_K / PERIOD, SUMS_BYTES = SUM_ROWS * TILE_N * 4;
+constexpr int SUM_ROWS = ZERO_TYPE == NONE || TRANSPOSED ? 0 : BLOCK_K / PERIOD;
+constexpr int SUMS_BYTES = SUM_ROWS * TILE_N * 4;
 constexpr int CHANNELS = TRANSPOSED && CHANNEL_SCALE ? 2 * 64 * 4 : 0;
 constexpr int ZEROS_AT = M_WARPGROUPS * SCALES, CHANNELS_AT = ZEROS_AT + M_WARPGROUPS * ZEROS;
 constexpr int SUMS_AT = CHANNELS_AT + M_WARPGROUPS * CHANNELS;

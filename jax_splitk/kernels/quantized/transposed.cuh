@@ -1,16 +1,18 @@
-// The weight's fragments in products with the transposed weight (tiles.cuh, TRANSPOSED). Included by tiled.cu.
+// The weight's fragments in products with the transposed weight (tiles.cuh, TRANSPOSED). Included by
+// tiled.cu.
 //
 // A lane's words hold, for 16 features, the A registers of a product that sums over the weight's k
-// (dequantize.cuh). Here the rows of A are the weight's k. So a warp takes from each 16 features of a tile the
-// 16 k that are its rows, one word for each lane (two of 8-bit codes), scales their values, and transposes
-// their four 8x8 matrices in registers.
+// (dequantize.cuh). Here the rows of A are the weight's k. So a warp takes from each 16 features of a tile
+// the 16 k that are its rows, one word for each lane (two of 8-bit codes), scales their values, and
+// transposes their four 8x8 matrices in registers.
 //
-// Scales and zero points belong to a feature and to a group of k. They cannot multiply a sum over features. So
-// they are applied to the values, in bfloat16 where that rounds once, else in fp32: (value - zero) * (scale *
-// channel scale), which is then rounded to x's dtype. nf4's values are those of dequantize.cuh, rounded before.
+// Scales and zero points belong to a feature and to a group of k. They cannot multiply a sum over features.
+// So they are applied to the values, in bfloat16 where that rounds once, else in fp32: (value - zero) *
+// (scale * channel scale), which is then rounded to x's dtype. nf4's values are those of dequantize.cuh,
+// rounded before.
 //
-// FACTORS: fp16 does not hold every weight. KERNEL(_factors) finds for each group of k a power of two, by which
-// the group's weights are divided, and their sums multiplied.
+// FACTORS: fp16 does not hold every weight. KERNEL(_factors) finds for each group of k a power of two, by
+// which the group's weights are divided, and their sums multiplied.
 
 constexpr bool FACTORS = TRANSPOSED && HALF;
 
@@ -77,8 +79,12 @@ __device__ inline void transpose(uint32_t (&a)[4]) {
 
 // The largest magnitude that a value less `zero` can have.
 __device__ inline float largest_difference(float zero) {
-  constexpr float LOW = FORMAT == INT4 ? -8 : FORMAT == INT8 ? -128 : FORMAT == UINT4 ? 0 : FORMAT == E4M3 ? -448 :
-                        FORMAT == E2M1 ? -6 : -1;
+  constexpr float LOW = FORMAT == INT4    ? -8
+                        : FORMAT == INT8  ? -128
+                        : FORMAT == UINT4 ? 0
+                        : FORMAT == E4M3  ? -448
+                        : FORMAT == E2M1  ? -6
+                                          : -1;
   constexpr float HIGH = FORMAT == UINT4 ? 15 : FORMAT == INT4 ? 7 : FORMAT == INT8 ? 127 : -LOW;
   return fmaxf(fabsf(LOW - zero), fabsf(HIGH - zero));
 }
