@@ -1,18 +1,26 @@
 """What checks, measurements and caches need to know about each operation. A new operation is a line in `OPERATIONS`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_splitk.problems import conv_reference, dot_reference, quantized_reference, ragged_reference
+from jax_splitk.problems import (
+    conv_reference,
+    dot_reference,
+    quantized_ragged_reference,
+    quantized_reference,
+    ragged_reference,
+)
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import normals
 
@@ -68,6 +76,13 @@ OPERATIONS: dict[str, Operation] = {
         QuantizedMatmulProblem.representatives,
         QuantizedMatmulProblem.represented,
         operand_error=quantized_reference.table_error,
+    ),
+    "quantized_ragged_dot": Operation(
+        QuantizedRaggedDotProblem,
+        quantized_ragged_reference.random_operands,
+        functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.ragged_dot),
+        check=functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.by_blocks),
+        kinds=len(ragged_reference.DISTRIBUTIONS),
     ),
     "ragged_dot": Operation(
         RaggedDotProblem,
