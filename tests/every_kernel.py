@@ -677,7 +677,8 @@ def _experts() -> Iterator[Run]:
         (3, products.Case(21, 320, 70, E4M3, 32, None, "float32", E4M3), 0, config(64, 16, 3, 3)),
         (4, products.Case(150, 256, 264, "float4_e2m1fn", 32), 0, config(128, 128, 2, 3, cut=True)),
         (4, products.Case(20, 208, 72, "float4_e2m1fn", 16, None, HALF, HALF, HALF), 0, config(64, 32, 3, 3)),
-        (4, products.Case(40, 320, 136, "float4_e2m1fn", 32, None, "float8_e8m0fnu"), 0, config(128, 32, 3, 5, cut=True)),
+        (4, products.Case(40, 320, 136, "float4_e2m1fn", 32, None, "float8_e8m0fnu"), 0,
+         config(128, 32, 3, 5, cut=True)),
         (3, products.Case(30, 256, 72, "float4_e2m1fn", 16, None, E4M3, channel=True), 6, config(64, 16, 3, 3)),
     ):  # fmt: skip
         yield Run(experts_family.FAMILY, experts.problem(groups, case, total), given)

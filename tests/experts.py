@@ -71,7 +71,9 @@ def exact(
         q, weight = products.exact_weight(one, seed + i, one.operand)
         out[rows[i]] = x[rows[i]] @ weight
         w = prepack(q)
-        packed.append([np.asarray(leaf) for leaf in (w.words, w.scale, w.zero_point, w.channel_scale) if leaf is not None])
+        packed.append(
+            [np.asarray(leaf) for leaf in (w.words, w.scale, w.zero_point, w.channel_scale) if leaf is not None]
+        )
     leaves = [np.stack(each) for each in zip(*packed, strict=True)]
     if poison:
         free = np.ones(p.m, bool)

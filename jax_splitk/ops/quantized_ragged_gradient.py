@@ -1,7 +1,7 @@
 """Differentiation and batching of the `quantized_ragged_dot` primitive.
 
-It is linear in lhs, and its weights are linear in each kind of scales and in the zero points. All cotangents are grouped
-products with dequantized weights, [groups, k, n], which XLA writes to memory.
+It is linear in lhs, and its weights are linear in each kind of scales and in the zero points. All cotangents are
+grouped products with dequantized weights, [groups, k, n], which XLA writes to memory.
 """
 
 from collections.abc import Callable, Sequence

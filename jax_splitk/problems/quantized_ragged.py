@@ -17,8 +17,8 @@ class QuantizedRaggedDotProblem:
     zeros. Each weight is as in `QuantizedMatmulProblem`.
 
     Operands in the order of the custom call's buffers: lhs, words, scale, the zero point and the channel scale if there
-    are any, group_sizes (int32) and, with `total_groups`, group_offset (int32 [1]). The weight's arrays have `groups` in
-    front.
+    are any, group_sizes (int32) and, with `total_groups`, group_offset (int32 [1]). The weight's arrays have `groups`
+    in front.
 
     Attributes:
       groups: weights of the stack.
