@@ -135,8 +135,8 @@ def operand_sets(case: Case) -> list[tuple[jax.Array, PackedWeight, jax.Array]]:
     def draw(key: jax.Array) -> tuple[jax.Array, PackedWeight]:
         first, second = jax.random.split(key)
         values = jax.random.normal(second, (case.experts, case.k, case.n), jnp.bfloat16)
-        options = {"group_size": case.group_size, "axis": 1, "scale_dtype": case.scale_dtype}
-        weight = jax_splitk.prepack(jax_splitk.quantize(values, case.qtype, **options), stack=1)
+        options: Any = {"dtype": case.qtype, "group_size": case.group_size, "axis": 1, "scale_dtype": case.scale_dtype}
+        weight = jax_splitk.prepack(jax_splitk.quantize(values, **options), stack=1)
         return jax.random.normal(first, (case.m, case.k), jnp.bfloat16), weight
 
     drawn = [draw(key) for key in jax.random.split(jax.random.key(0), count)]

@@ -1,5 +1,5 @@
-// The host grouped product with a stack of packed weights: out[r, :] = x[r, :] @ weight[g] for each row r of a
-// group g. Weights of groups without rows are not decoded.
+// The host grouped product with a stack of packed weights: out[r, :] = x[r, :] @ weight[g] for each row r of
+// a group g. Weights of groups without rows are not decoded.
 
 #include <cstdint>
 #include <initializer_list>
@@ -61,8 +61,9 @@ ffi::Error HostQuantizedRaggedDot(ffi::ThreadPool pool, Matrix x, ffi::BufferR4<
   weight.values = values.begin();
   const size_t leaves = size_t{has_zero} + has_channel;
   if (more.size() < 1 + leaves || more.size() > 2 + leaves)
-    return Refuse("further operands must be zero points and channel scales, if the weights have them, "
-                  "group_sizes and group_offset");
+    return Refuse(
+        "further operands must be zero points and channel scales, if the weights have them, "
+        "group_sizes and group_offset");
   auto zero = has_zero ? more.get<Groups>(0) : ffi::ErrorOr<Groups>(scale);
   auto channel = has_channel ? more.get<Groups>(has_zero) : ffi::ErrorOr<Groups>(scale);
   auto sizes = more.get<Integers>(leaves);
@@ -78,14 +79,15 @@ ffi::Error HostQuantizedRaggedDot(ffi::ThreadPool pool, Matrix x, ffi::BufferR4<
   if (why.empty() && (row_block < 1 || row_block > kMaxRowBlock))
     why = Text("row_block = ", row_block, " must lie within 1..", kMaxRowBlock);
   if (!why.empty()) return Refuse(why);
-  const std::initializer_list<int64_t> of_groups = {groups, weight.column_tiles(), weight.groups_of_k(), kTileSide};
+  const std::initializer_list<int64_t> of_groups = {groups, weight.column_tiles(), weight.groups_of_k(),
+                                                    kTileSide};
   if (out->dimensions()[0] != call.rows ||
       !Is(words.dimensions(), {groups, weight.column_tiles(), weight.k_tiles(), weight.tile_words()}) ||
       !Is(scale.dimensions(), of_groups) || !Is(zero->dimensions(), of_groups) ||
       (has_channel && !Is(channel->dimensions(), {groups, weight.column_tiles(), 1, kTileSide}))) {
     return Refuse(Text("x ", List(x.dimensions()), ", words ", List(words.dimensions()), ", scale ",
-                       List(scale.dimensions()), ", zero points ", List(zero->dimensions()), ", channel scales ",
-                       List(channel->dimensions()), " and out ", List(out->dimensions()),
+                       List(scale.dimensions()), ", zero points ", List(zero->dimensions()),
+                       ", channel scales ", List(channel->dimensions()), " and out ", List(out->dimensions()),
                        " do not fit for groups of ", group_size));
   }
   if (!(why = SetResults(&call, out->typed_data(), workspace)).empty()) return Refuse(why);

@@ -20,7 +20,8 @@ struct Block {
 };
 
 // The rows of `count` groups from `first` on: none overlaps another or ends behind row m, whatever the sizes.
-inline std::vector<Range> RowsOfGroups(const int32_t* sizes, int64_t total, int64_t first, int64_t count, int64_t m) {
+inline std::vector<Range> RowsOfGroups(const int32_t* sizes, int64_t total, int64_t first, int64_t count,
+                                       int64_t m) {
   std::vector<Range> found(count, Range{0, 0});
   int64_t begin = 0;
   for (int64_t i = 0; i < total; ++i) {
@@ -51,8 +52,15 @@ struct GroupedRows : Product {
     const Range own = blocks[block].rows;
     const int64_t grains = CeilDiv(k, grain), begin = split * grains / splits * grain;
     const int64_t end = std::min(k, (split + 1) * grains / splits * grain);
-    return {blocks[block].group, own.begin, own.end - own.begin, column, std::min(kTileColumns, columns - column),
-            begin, end, Partial(split) + column, columns};
+    return {blocks[block].group,
+            own.begin,
+            own.end - own.begin,
+            column,
+            std::min(kTileColumns, columns - column),
+            begin,
+            end,
+            Partial(split) + column,
+            columns};
   }
 
   double RowsOfAll() const {

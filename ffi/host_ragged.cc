@@ -1,6 +1,6 @@
 // The host grouped product, in both of its modes: forward, out[r, :] = lhs[r, :] @ rhs[g] for each row r of a
-// group g, and rhs gradient, out[g] = the sum over the rows r of the group of lhs[r, :]^T @ rhs[r, :]. Rows of
-// a group are neighbours. Only they are read, so that the work is that of one matrix for each row.
+// group g, and rhs gradient, out[g] = the sum over the rows r of the group of lhs[r, :]^T @ rhs[r, :]. Rows
+// of a group are neighbours. Only they are read, so that the work is that of one matrix for each row.
 
 #include <algorithm>
 #include <cstdint>
@@ -34,8 +34,15 @@ struct Ragged : GroupedRows {
     const int64_t group = rest % groups, row = rest / groups % row_blocks() * row_block;
     const int64_t split = rest / groups / row_blocks();
     const Range part = Part(of_group[group], split);
-    return {group, row, std::min(row_block, rows - row), column, wide, part.begin, part.end,
-            Partial(split) + group * rows * columns + column, columns};
+    return {group,
+            row,
+            std::min(row_block, rows - row),
+            column,
+            wide,
+            part.begin,
+            part.end,
+            Partial(split) + group * rows * columns + column,
+            columns};
   }
 
   Range Part(Range whole, int64_t split) const {

@@ -77,7 +77,7 @@ def _stack(rhs: Any) -> tuple[Leaves, Layout, tuple[int, int, int]]:
         if len(axes.stack) != 1 or w.contracted != (0,) or len(w.dims) != 2:
             given = f"a PackedWeight of shape {w.shape} with a stack of {axes.stack}, contracted {w.contracted}"
             raise ValueError(f"rhs is {given}; accepted: {accepted}, as prepack(..., stack=1) packs it")
-        return leaves, layout, (*axes.stack, *axes.contracted, *axes.kept)
+        return leaves, layout, (axes.stack[0], axes.contracted[0], axes.kept[0])
     q = as_quantized(w)
     require(q.ndim == 3, f"rhs of shape {q.shape}", accepted)
     groups, k, n = q.shape

@@ -65,8 +65,8 @@ class ExpertsHost(NamedByFormat, HostFamily[QuantizedRaggedDotProblem, Config]):
 
     def _product(self, p: QuantizedRaggedDotProblem, config: Config, rows: int, groups: int, more: int) -> Product:
         # Rows of lhs are plain; a column's values are decoded.
-        sizes, costs = (rows, p.k, p.n, groups), {"row_cost": 0.02, "column_cost": 4.0}
-        return Product(*sizes, config.splits, TILE, config.row_block, more_blocks=more, **costs)
+        sizes, division = (rows, p.k, p.n, groups), (config.splits, TILE, config.row_block)
+        return Product(*sizes, *division, row_cost=0.02, column_cost=4.0, more_blocks=more)
 
     def product(self, problem: QuantizedRaggedDotProblem, config: Config) -> Product:
         """The product of all rows, with a last block for each group."""

@@ -2,8 +2,8 @@
 
 #include "device/ptx.cuh"
 
-// ends[i] = the row behind group i, at most `rows`, in shared memory; of `groups` groups. Negative sizes count
-// as 0. All lanes of a warp call it.
+// ends[i] = the row behind group i, at most `rows`, in shared memory; of `groups` groups. Negative sizes
+// count as 0. All lanes of a warp call it.
 __device__ inline void find_groups(const int* sizes, int groups, int rows, int* ends) {
   constexpr int AT_A_TIME = 8;  // loads of a lane under way
   const int lane = threadIdx.x % 32;

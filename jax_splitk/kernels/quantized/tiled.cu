@@ -222,8 +222,8 @@ __device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator
   }
 }
 
-// SUM: a chain of sums for each period, whose end is waited for. Scales of GROUP 0 are in `period` already. The
-// tile's sums of x begin at `first_sum` in a row of them.
+// SUM: a chain of sums for each period, whose end is waited for. Scales of GROUP 0 are in `period` already.
+// The tile's sums of x begin at `first_sum` in a row of them.
 __device__ inline void add_periods(Reader& in, int blocks, int first_sum, Period period, Accumulator& sum) {
   Fragments a[2];
   Accumulator acc;

@@ -103,8 +103,8 @@ __device__ inline Piece split_piece(int worker, bool exists = true) {
 
 // The worker's piece of that index, which is in its range: of the k blocks of `rest` tiles, which follow the
 // whole tiles of all workers.
-__device__ inline Piece range_piece(int worker, int index, int workers, int whole_tiles, int rest, int k_blocks,
-                                    int range_blocks) {
+__device__ inline Piece range_piece(int worker, int index, int workers, int whole_tiles, int rest,
+                                    int k_blocks, int range_blocks) {
   const int first = worker * range_blocks, last = min(first + range_blocks, rest * k_blocks);
   const int tile = first / k_blocks + index - whole_tiles, from = tile * k_blocks;
   const int begin = max(first - from, 0), end = min(last - from, k_blocks);
@@ -290,8 +290,9 @@ __device__ inline uint32_t packed(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on and before `end`. WGMMA's accumulator holds, for lane
-// l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature half * 2 + odd].
+// Stores a warp's 16 features, from `m` on, of 16 rows of x, from `n` on and before `end`. WGMMA's
+// accumulator holds, for lane l, features l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + feature
+// half * 2 + odd].
 __device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
                              int end, const float (&v)[8], int lane) {
   if constexpr (OUT != FLOAT && EIGHTS) {
@@ -387,7 +388,8 @@ __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, con
       float v[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
-      store(kernel.g, kernel.out, staging, m, at.first_row() + 16 * j, at.rows_end(kernel.g), v, role.thread % 32);
+      store(kernel.g, kernel.out, staging, m, at.first_row() + 16 * j, at.rows_end(kernel.g), v,
+            role.thread % 32);
     }
   }
 }
