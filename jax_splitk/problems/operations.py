@@ -82,6 +82,7 @@ OPERATIONS: dict[str, Operation] = {
         quantized_ragged_reference.random_operands,
         functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.ragged_dot),
         check=functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.by_blocks),
+        operand_error=lambda problem: quantized_reference.table_error(problem.product),
         kinds=len(ragged_reference.DISTRIBUTIONS),
     ),
     "ragged_dot": Operation(

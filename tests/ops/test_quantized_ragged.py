@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk import ragged_dot
 from jax_splitk.cli.defaults import with_defaults
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize
 from jax_splitk.runtime import compiler
@@ -350,6 +351,25 @@ def test_a_problem_survives_plain_data() -> None:
         dataclasses.replace(p, total_groups=3).validate()
     with pytest.raises(ValueError, match="group_size=48"):
         dataclasses.replace(p, group_size=48).validate()
+
+
+def test_the_tuner_measures_and_stores_a_decision(cache: pathlib.Path) -> None:
+    """Results are checked for groups of three kinds of sizes, with the error that the table of nf4 brings. The next
+    lowering finds the decision."""
+    del cache
+    w, x, sizes = prepack(stack("nf4"), stack=1), tokens("bfloat16"), jnp.asarray(SIZES)
+    jax_splitk.tune(ragged_dot, x, w, sizes)
+    decision = jax_splitk.explain(ragged_dot, x, w, sizes).decisions[0]
+    assert decision.ours_us is not None and decision.xla_us is not None
+    assert error(jax.jit(ragged_dot)(x, w, sizes), exactly(x, stack("nf4"))) < 2**-7
+    p = experts.problem(4, products.Case(16, 128, 64, "nf4", out_dtype="float32"))
+    assert OPERATIONS[p.op].operand_error(p) == 2**-8
+    operands, reference = OPERATIONS[p.op].random_operands(p, 1), OPERATIONS[p.op].reference
+    assert [(x.shape, x.dtype.name) for x in operands] == list(p.operand_types)
+    check = OPERATIONS[p.op].check
+    assert check is not None
+    found, checked = (f(p, *map(jnp.asarray, operands)) for f in (reference, check))
+    np.testing.assert_allclose(found, checked, rtol=1e-5, atol=1e-5)
 
 
 def test_work_counts_weights_that_have_rows() -> None:
