@@ -19,6 +19,12 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostConv);
 // scales).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantizedMatmul);
 
+// Grouped products with a stack of packed quantized weights, target jax_splitk_host_quantized_ragged_dot_v1. Arguments x
+// [m, k], words, scale and, for weights that have them, zero points and channel scales, each with the stack's dimension
+// in front, group_sizes (int32) and maybe group_offset (one int32); results out [m, features], workspace; attributes
+// values, group_size, splits, row_block as above, has_zero, has_channel (bool).
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantizedRaggedDot);
+
 // Grouped products, target jax_splitk_host_ragged_dot_v1. Arguments lhs [m, k], rhs, group_sizes (int32) and
 // maybe group_offset (one int32), as RaggedDotProblem in jax_splitk/problems/ragged_dot.py has them; results
 // out, workspace; attributes forward, transposed (bool), splits, row_block (int64).

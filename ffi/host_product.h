@@ -61,6 +61,9 @@ struct Piece {
 //     returns where a lies from (row, k) on. This may be chunk[depth][kChunk], which LoadRows then fills.
 // It may have a Keep and a PieceOf of its own.
 struct Product {
+  // Whether `depth` is the same with every config, so that the order of additions may depend on it.
+  static constexpr bool kFixedDepth = false;
+
   int64_t rows, k, columns, groups;  // rows of a and columns of b in each group
   int64_t span;  // parts of a group's rows and columns; rows multiply only columns of the same part
   int64_t splits;
@@ -118,15 +121,16 @@ inline std::string SetResults(Product* p, float* out, ffi::Result<ffi::Buffer<ff
   return "";
 }
 
-// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order. Vectors
-// are loaded and stored one by one: compilers keep an array in memory if memcpy touches it as a whole.
-template <int lanes>
+// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order. With `apart`
+// the products are added up before they are added to `sums`: two short chains of additions round less than a long one.
+// Vectors are loaded and stored one by one: compilers keep an array in memory if memcpy touches it as a whole.
+template <int lanes, bool apart>
 JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_stride, const float* tile,
                                 int64_t depth, float* sums) {
   using Floats = typename Vector<lanes>::Floats;
-  Floats sum[kRowsAtOnce][2], b[2];
+  Floats sum[kRowsAtOnce][2] = {}, b[2];
 #pragma GCC unroll 12
-  for (int i = 0; i < 2 * kRowsAtOnce; ++i)
+  for (int i = 0; i < (apart ? 0 : 2 * kRowsAtOnce); ++i)
     std::memcpy(&sum[i / 2][i % 2], sums + i / 2 * kTileColumns + i % 2 * lanes, sizeof(Floats));
   for (int64_t k = 0; k < depth; ++k, tile += kTileColumns) {
     std::memcpy(&b[0], tile, sizeof(Floats));
@@ -135,8 +139,15 @@ JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_
     for (int i = 0; i < 2 * kRowsAtOnce; ++i) sum[i / 2][i % 2] += a[i / 2][k * k_stride] * b[i % 2];
   }
 #pragma GCC unroll 12
-  for (int i = 0; i < 2 * kRowsAtOnce; ++i)
-    std::memcpy(sums + i / 2 * kTileColumns + i % 2 * lanes, &sum[i / 2][i % 2], sizeof(Floats));
+  for (int i = 0; i < 2 * kRowsAtOnce; ++i) {
+    float* to = sums + i / 2 * kTileColumns + i % 2 * lanes;
+    Floats total = sum[i / 2][i % 2], before;
+    if (apart) {
+      std::memcpy(&before, to, sizeof(Floats));
+      total += before;
+    }
+    std::memcpy(to, &total, sizeof(Floats));
+  }
 }
 
 // Sums in two floats each: the rounded sum, and the rest that rounding removed.
@@ -189,7 +200,8 @@ JAX_SPLITK_INLINE void RunTask(const Operation& p, int64_t task, float* slot) {
         for (int64_t i = 0; i < kRowsAtOnce; ++i)
           each[i] = a.data + std::min(row + i, count - 1) * a.row_stride;
         for (int64_t f = 0; f < columns; f += 2 * lanes)
-          Multiply<lanes>(each, a.k_stride, tile + f, depth, sums + (first + row) * kTileColumns + f);
+          Multiply<lanes, Operation::kFixedDepth>(each, a.k_stride, tile + f, depth,
+                                                  sums + (first + row) * kTileColumns + f);
       }
     }
   }

@@ -1,13 +1,13 @@
 // The host grouped product, in both of its modes: forward, out[r, :] = lhs[r, :] @ rhs[g] for each row r of a
-// group g, and rhs gradient, out[g] = the sum over the rows r of the group of lhs[r, :]^T @ rhs[r, :]. Rows of
-// a group are neighbours. Only they are read, so that the work is that of one matrix for each row.
+// group g, and rhs gradient, out[g] = the sum over the rows r of the group of lhs[r, :]^T @ rhs[r, :]. Rows
+// of a group are neighbours. Only they are read, so that the work is that of one matrix for each row.
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "host.h"
+#include "host_groups.h"
 #include "host_product.h"
 
 namespace jax_splitk {
@@ -19,52 +19,30 @@ using Integers = ffi::BufferR1<ffi::S32>;
 constexpr int64_t kMaxRowBlock = 1024;  // jax_splitk/kernels/ragged/host.py has the same
 constexpr int64_t kDepth = 64;          // likewise
 
-struct Range {
-  int64_t begin, end;
-};
+// A rhs gradient has a reduction of its own length for each group.
+struct Ragged : GroupedRows {
+  static constexpr bool kFixedDepth = true;
 
-// A block of rows of one group.
-struct Block {
-  int64_t group;
-  Range rows;
-};
-
-// The rows of `count` groups from `first` on: none overlaps another or ends behind row m, whatever the sizes.
-std::vector<Range> RowsOfGroups(const int32_t* sizes, int64_t total, int64_t first, int64_t count, int64_t m) {
-  std::vector<Range> found(count, Range{0, 0});
-  int64_t begin = 0;
-  for (int64_t i = 0; i < total; ++i) {
-    const int64_t end = std::min(m, begin + std::max<int64_t>(0, sizes[i]));
-    if (i >= first && i - first < count) found[i - first] = {begin, end};
-    begin = end;
-  }
-  return found;
-}
-
-// The rows of a forward product's result are those of all groups; blocks of them are `blocks`. A rhs gradient
-// has a reduction of its own length for each group.
-struct Ragged : Product {
   bool forward, transposed;  // transposed: rhs is [groups, n, k]
   int64_t lhs_columns, rhs_columns;
   const float *lhs, *rhs;
-  std::vector<Range> of_group;
-  std::vector<Block> blocks;
 
   JAX_SPLITK_INLINE Piece PieceOf(int64_t task) const {
+    if (forward) return PieceOfRows(task);
     const int64_t column = task % column_tiles() * kTileColumns, rest = task / column_tiles();
     const int64_t wide = std::min(kTileColumns, columns - column);
-    if (forward) {
-      const int64_t block = rest % row_blocks(), split = rest / row_blocks();
-      if (block >= static_cast<int64_t>(blocks.size())) return {};
-      const Range rows = blocks[block].rows, part = Part({0, k}, split);
-      return {blocks[block].group, rows.begin, rows.end - rows.begin, column, wide, part.begin, part.end,
-              Partial(split) + column, columns};
-    }
     const int64_t group = rest % groups, row = rest / groups % row_blocks() * row_block;
     const int64_t split = rest / groups / row_blocks();
     const Range part = Part(of_group[group], split);
-    return {group, row, std::min(row_block, rows - row), column, wide, part.begin, part.end,
-            Partial(split) + group * rows * columns + column, columns};
+    return {group,
+            row,
+            std::min(row_block, rows - row),
+            column,
+            wide,
+            part.begin,
+            part.end,
+            Partial(split) + group * rows * columns + column,
+            columns};
   }
 
   Range Part(Range whole, int64_t split) const {
@@ -91,18 +69,6 @@ struct Ragged : Product {
     const float* from = rhs + first + column * k + k0;
     for (int64_t i = 0; i < count; ++i, from += k)
       for (int64_t j = 0; j < depth; ++j) tile[j * kTileColumns + i] = from[j];
-  }
-
-  // Sets to zero what belongs to no group, once all tasks have run.
-  void ClearOtherRows() const {
-    int64_t row = 0;
-    const auto clear = [&](int64_t end) { std::fill(out + row * columns, out + end * columns, 0.0f); };
-    for (const Range& group : of_group) {
-      if (group.begin == group.end) continue;
-      clear(group.begin);
-      row = group.end;
-    }
-    clear(rows);
   }
 };
 
@@ -156,15 +122,12 @@ ffi::Error HostRaggedDot(ffi::ThreadPool pool, Matrix lhs, ffi::AnyBuffer rhs, I
   if (!why.empty()) return Refuse(why);
   call.lhs = lhs.typed_data();
   call.rhs = static_cast<const float*>(rhs.untyped_data());
-  call.of_group = RowsOfGroups(sizes.typed_data(), total, first, groups, m);
-  double rows_of_groups = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const Range rows = call.of_group[group];
-    rows_of_groups += static_cast<double>(rows.end - rows.begin);
-    for (int64_t row = rows.begin; forward && row < rows.end; row += row_block)
-      call.blocks.push_back({group, {row, std::min(row + row_block, rows.end)}});
+  if (forward) {
+    call.FindRows(sizes.typed_data(), total, first, groups);
+  } else {
+    call.of_group = RowsOfGroups(sizes.typed_data(), total, first, groups, m);
   }
-  Run(pool, call, 2.0 * rows_of_groups * static_cast<double>(call.lhs_columns) * call.columns);
+  Run(pool, call, 2.0 * call.RowsOfAll() * static_cast<double>(call.lhs_columns) * call.columns);
   if (forward) call.ClearOtherRows();
   return ffi::Error::Success();
 }

@@ -9,6 +9,7 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, MapParam, Pointer, TiledMap
@@ -30,6 +31,7 @@ __all__ = [
     "MapParam",
     "Pointer",
     "QuantizedMatmulProblem",
+    "QuantizedRaggedDotProblem",
     "QuantizedTransposedProblem",
     "RaggedDotProblem",
     "Struct",

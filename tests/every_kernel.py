@@ -25,6 +25,7 @@ from jax_splitk.kernels.gather import fprop as conv_gather
 from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.kernels.grouped import passes as conv_grouped
 from jax_splitk.kernels.grouped import wgrad as grouped
+from jax_splitk.kernels.quantized import experts as experts_family
 from jax_splitk.kernels.quantized import fp8, stream, tiled, transposed
 from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
@@ -34,12 +35,13 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots, float64, products, ragged_dots
+from tests import dots, experts, float64, products, ragged_dots
 from tests.on_gpu import with_splits
 from tests.problems import conv, conv_of
 from tests.random_problems import device_plan
@@ -77,6 +79,8 @@ class Run:
             return _dot_operands(self.problem)
         if isinstance(self.problem, RaggedDotProblem):
             return _ragged_operands(self.problem)
+        if isinstance(self.problem, QuantizedRaggedDotProblem):
+            return _expert_operands(self.problem)
         assert isinstance(self.problem, ConvProblem)
         return _convolution(self.problem)
 
@@ -102,6 +106,13 @@ def _ragged_operands(p: RaggedDotProblem) -> tuple[tuple[np.ndarray, ...], np.nd
     operands = ragged_dots.integers(p, np.random.default_rng(SEED))
     exact = ragged_dots.exactly(p, *operands).astype(np.float32).astype(jnp.dtype(p.out_dtype))
     return tuple(ragged_dots.poisoned(p, operands)), exact
+
+
+@functools.cache
+def _expert_operands(p: QuantizedRaggedDotProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        operands, exact = experts.exact(p, SEED)
+    return tuple(operands), exact
 
 
 @functools.cache
@@ -688,11 +699,44 @@ def _ragged() -> Iterator[Run]:
         yield Run(ragged_k.FAMILY, RaggedDotProblem("rhs_gradient", groups, m, k, n, *dtypes, **changes), config)
 
 
+def _experts() -> Iterator[Run]:
+    """One config with two columns of tiles for each way to scale, and for each way to divide the work."""
+    config = experts_family.Config
+    plain = products.Case(40, 384, 136)
+    zero = products.Case(33, 336, 100, "uint4", 16, "bfloat16", HALF, HALF, HALF)
+    for groups, case, total, given in (
+        (4, plain, 0, config(64, 16, 2, 5)),
+        (3, plain, 7, config(128, 32, 3, 4, cut=True)),
+        (70, dataclasses.replace(plain, rows=90, scale_dtype="float32"), 0, config(64, 32, 2, 7, cut=True)),
+        (4, zero, 0, config(128, 16, 2, 3, cut=True)),
+        (5, products.Case(70, 1088, 200, "uint4", 64, "float32", out_dtype="float32"), 0,
+         config(64, 64, 3, 4, cut=True)),
+        (2, products.Case(50, 300, 72, "int8", 300), 5, config(256, 64, 2, 2)),
+        (3, products.Case(50, 1001, 65, "nf4", 1001, None, "float32"), 0, config(64, 64, 2, 5, cut=True)),
+        (3, products.Case(21, 320, 70, E4M3, 32, None, "float32", E4M3), 0, config(64, 16, 3, 3)),
+        (4, products.Case(150, 256, 264, "float4_e2m1fn", 32), 0, config(128, 128, 2, 3, cut=True)),
+        (4, products.Case(20, 208, 72, "float4_e2m1fn", 16, None, HALF, HALF, HALF), 0, config(64, 32, 3, 3)),
+        (4, products.Case(40, 320, 136, "float4_e2m1fn", 32, None, "float8_e8m0fnu"), 0,
+         config(128, 32, 3, 5, cut=True)),
+        (3, products.Case(30, 256, 72, "float4_e2m1fn", 16, None, E4M3, channel=True), 6, config(64, 16, 3, 3)),
+    ):  # fmt: skip
+        yield Run(experts_family.FAMILY, experts.problem(groups, case, total), given)
+    deep = dataclasses.replace(plain, k=768)
+    for groups, case, total, given, splits in (
+        (4, plain, 0, config(128, 32, 2, 0), 3),
+        (3, deep, 6, config(64, 64, 8, 0, k_warpgroups=2), 2),
+        (70, dataclasses.replace(deep, rows=90), 0, config(128, 32, 4, 0, k_warpgroups=2), 3),
+        (3, dataclasses.replace(zero, k=1024), 0, config(64, 16, 4, 0), 4),
+    ):
+        p = experts.problem(groups, case, total)
+        yield Run(experts_family.FAMILY, p, experts_family.split_tiles(p, given, splits))
+
+
 RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
         *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
-        *(_dot(), _stream(), _fp8(), _tiled(), _transposed(), _ragged()),
+        *(_dot(), _stream(), _fp8(), _tiled(), _transposed(), _ragged(), _experts()),
     )
 )
 

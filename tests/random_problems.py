@@ -153,8 +153,8 @@ def draws(rng: np.random.Generator, *kinds: str) -> Iterator[ConvWgradProblem]:
 def _problem(
     rng: np.random.Generator, kind: Kind, sibling: ConvWgradProblem | None = None, number: int = 0
 ) -> ConvWgradProblem:
-    """A problem of that kind, with a sibling's window, channels and dtypes; without a sibling, with those that `number`
-    selects."""
+    """Draws a problem of a kind. It has the window, channels and dtypes of `sibling`; without one, `number` selects the
+    dtypes."""
     while True:
         p = resized(rng, _drawn(rng, kind, number) if sibling is None else sibling)
         windows = p.reduction_size * p.taps * p.in_channels

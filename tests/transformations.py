@@ -125,6 +125,14 @@ def _grouped_products() -> Iterator[tuple[str, Operation]]:
     offset = lambda x, w: jax_splitk.ragged_dot(x, w, sizes, group_offset=np.array([1], np.int32))  # noqa: E731
     some = lambda x, w: jnp.einsum("mg,mk,gkn->mn", member[:, 1:3], x, w)  # noqa: E731
     yield "ragged_dot-offset", Operation(offset, some, ((6, 3), (2, 3, 2)))
+    elements = jnp.asarray(generator(50).integers(-4, 5, (4, 3, 2)), jnp.int8)
+
+    def experts(x: jax.Array, scale: jax.Array) -> jax.Array:
+        array = jax_splitk.QuantizedArray(elements, scale)
+        return jax_splitk.ragged_dot(x, jax_splitk.prepack(array, stack=1), sizes)
+
+    dequantized = lambda x, scale: forward(x, elements * scale)  # noqa: E731
+    yield "ragged_dot-packed", Operation(experts, dequantized, ((6, 3), (4, 1, 2)))
     general = jax_splitk.ragged_dot_general
     yield (
         "ragged_dot_general-transposed",

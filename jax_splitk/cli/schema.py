@@ -18,18 +18,26 @@ _CONVOLUTION: dict[str, tuple[str, str]] = {
     "precision": ('"default"', '"default", "high", "highest", or two of them: "high,default"'),
 }
 
+# Fields of quantized weights.
+_QTYPE = ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4")
+_GROUP_SIZE = ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column")
+_SCALE_DTYPE = ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn")
+_ZERO_DTYPE = ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none")
+_CHANNEL_DTYPE = ('"none"', "float32 for a second scale of each feature, or none")
+_LAYOUT = ("the newest", "version of the order of packed weights")
+
 _QUANTIZED: dict[str, tuple[str, str]] = {
     "rows": ("", "rows of x, all leading dimensions together"),
     "k": ("", "length of the reduction"),
     "features": ("", "columns of the weight"),
-    "qtype": ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4"),
-    "group_size": ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column"),
+    "qtype": _QTYPE,
+    "group_size": _GROUP_SIZE,
     "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
     "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
-    "scale_dtype": ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn"),
-    "zero_dtype": ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none"),
-    "layout": ("the newest", "version of the order of packed weights"),
-    "channel_dtype": ('"none"', "float32 for a second scale of each feature, or none"),
+    "scale_dtype": _SCALE_DTYPE,
+    "zero_dtype": _ZERO_DTYPE,
+    "layout": _LAYOUT,
+    "channel_dtype": _CHANNEL_DTYPE,
 }
 
 # For each operation and field: the default in words ("" if the field is required), and the meaning.
@@ -68,6 +76,21 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "out_dtype": ("dtype", "dtype of the result; for float8_e4m3fn the default is bfloat16"),
         "precision": ('"default"', "default, high or highest"),
         "rhs_order": ('"gkn"', "a forward product's rhs in memory, the contiguous dimension last: gkn or gnk"),
+        "total_groups": ("0", "elements of group_sizes where group_offset is given"),
+    },
+    "quantized_ragged_dot": {
+        "groups": ("", "weights of the stack"),
+        "m": ("", "rows of lhs, of all groups together"),
+        "k": ("", "columns of lhs"),
+        "n": ("", "columns of each weight"),
+        "qtype": _QTYPE,
+        "group_size": _GROUP_SIZE,
+        "dtype": ('"bfloat16"', "dtype of lhs: bfloat16, float16 or float8_e4m3fn"),
+        "out_dtype": ("dtype", "bfloat16, float16 or float32; if lhs is float8_e4m3fn the default is bfloat16"),
+        "scale_dtype": _SCALE_DTYPE,
+        "zero_dtype": _ZERO_DTYPE,
+        "layout": _LAYOUT,
+        "channel_dtype": _CHANNEL_DTYPE,
         "total_groups": ("0", "elements of group_sizes where group_offset is given"),
     },
 }

@@ -10,6 +10,7 @@ from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.kernels.cpu import dot as as_wgrad
+from jax_splitk.kernels.cpu import experts as experts_host
 from jax_splitk.kernels.cpu import passes as conv_host
 from jax_splitk.kernels.cpu import quantized as quantized_host
 from jax_splitk.kernels.cpu import ragged as ragged_host
@@ -22,7 +23,7 @@ from jax_splitk.kernels.gather import fprop as conv_gather
 from jax_splitk.kernels.gather import wgrad as gather
 from jax_splitk.kernels.grouped import passes as conv_grouped
 from jax_splitk.kernels.grouped import wgrad as grouped
-from jax_splitk.kernels.quantized import fp8, stream, tiled, transposed
+from jax_splitk.kernels.quantized import experts, fp8, stream, tiled, transposed
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.tf32 import wgrad as tf32
 
@@ -39,5 +40,6 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "dot_general": (tma.FAMILY, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
     "quantized_matmul_transposed": (transposed.FAMILY,),
+    "quantized_ragged_dot": (experts.FAMILY, experts_host.FAMILY),
     "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),
 }

@@ -100,7 +100,7 @@ def quantized_matmul(
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
-    leaves, layout, of_w = _leaves(w)
+    leaves, layout, of_w = weight_leaves(w)
     depth, inner = len(of_w.stack), len(of_w.contracted)
     if x.ndim < depth + inner or (x.shape[:depth], x.shape[x.ndim - inner :]) != (of_w.stack, of_w.contracted):
         expected = ", ".join(map(str, (*of_w.stack, "...", *of_w.contracted)))
@@ -112,13 +112,13 @@ def quantized_matmul(
     x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
     middle = x.shape[depth : x.ndim - inner]
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
-    matrices = _resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
-    out = _resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
+    matrices = resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
+    out = resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
     out = out.reshape(*of_w.stack, *middle, *of_w.kept)
     return out if bias is None else out + _bias(bias, of_w, len(middle), out_dtype)
 
 
-def _resized(x: jax.Array, size: int) -> jax.Array:
+def resized(x: jax.Array, size: int) -> jax.Array:
     """`x` with its last dimension cut, or padded with zeros, to `size`: what a weight with tiles of padding needs."""
     if x.shape[-1] == size:
         return x
@@ -126,10 +126,10 @@ def _resized(x: jax.Array, size: int) -> jax.Array:
     if sharding is not None and size % (x.shape[-1] // sharding.shard_shape(x.shape)[-1]):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[: x.ndim - 1], None))
 
-    def resized(x: jax.Array) -> jax.Array:
+    def cut_or_padded(x: jax.Array) -> jax.Array:
         return x[..., :size] if size < x.shape[-1] else jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, size - x.shape[-1])])
 
-    return _compat.over_auto_axes(resized, sharding)(x)
+    return _compat.over_auto_axes(cut_or_padded, sharding)(x)
 
 
 def _bias(bias: Any, of_w: "_Axes", middle: int, dtype: np.dtype) -> jax.Array:
@@ -162,7 +162,7 @@ class _Axes:
     shape: tuple[int, ...]
 
 
-def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
+def weight_leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
     """The leaves of a weight, its layout, and the sizes of its axes."""
     w = unwrapped(w)
     if isinstance(w, PackedWeight):
@@ -176,7 +176,7 @@ def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
             tuple(w.dims[i] for i in axes) for axes in (w.contracted, features_of(len(w.dims), w.contracted))
         )
         return (
-            (jnp.asarray(w.words), _constant(jnp.asarray(w.scale)), zero_point, channel_scale),
+            (jnp.asarray(w.words), constant(jnp.asarray(w.scale)), zero_point, channel_scale),
             layout,
             _Axes(w.stack, contracted, kept, w.shape),
         )
@@ -188,20 +188,20 @@ def _leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
     q = per_feature(w)
     k, features = q.shape
     layout = Layout((k, features), str(q.qtype), q.group_size, None, q.channel_scale is not None)
-    leaves = (q.qvalue, _constant(q.scale), q.zero_point, q.channel_scale)
+    leaves = (q.qvalue, constant(q.scale), q.zero_point, q.channel_scale)
     return leaves, layout, _Axes((), (k,), (features,), q.shape)
 
 
-def _constant(scale: jax.Array) -> jax.Array:
+def constant(scale: jax.Array) -> jax.Array:
     """Scales, without a gradient if they have a byte: E8M0 has neither signs nor 0."""
     return jax.lax.stop_gradient(scale) if scale.dtype.name in BYTE_SCALES else scale
 
 
 def _back(transposed: Any, layout: Layout, stack: tuple[int, ...], options: Options) -> tuple[Leaves, Back]:
-    """`_leaves` of the weight that replaces w in the cotangent of x, and the other parameters of that product."""
+    """`weight_leaves` of the weight that replaces w in the cotangent of x, and the other parameters of that product."""
     if not isinstance(transposed, PackedWeight):
         raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
-    leaves, back_layout, axes = _leaves(transposed)
+    leaves, back_layout, axes = weight_leaves(transposed)
     accepted = layout.shape[::-1]
     if back_layout.shape != accepted or axes.stack != stack:
         given = f"transposed of shape {axes.shape}"

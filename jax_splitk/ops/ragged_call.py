@@ -109,17 +109,8 @@ class RaggedDotCall(Call):
         self, operands: Sequence[jax.Array], parts: Mapping[str, int], index: Callable[[str], Any]
     ) -> Sequence[jax.Array]:
         """The operands of one device: sizes of its rows, the offset of its groups."""
-        lhs, rhs, sizes, *offset = operands
-        rows = lhs.shape[-2]
-        if parts.get("m", 1) > 1:
-            begin = index("m") * rows
-            starts, counts = bounds(sizes, rows * parts["m"])
-            inside = lambda row: jnp.clip(row - begin, 0, rows)  # noqa: E731
-            sizes = inside(starts + counts) - inside(starts)
-        if parts.get("g", 1) > 1:
-            first = index("g") * (self.groups // parts["g"])
-            offset = [first[None] if not offset else offset[0] + first]
-        return lhs, rhs, sizes, *offset
+        lhs, rhs, *rest = operands
+        return lhs, rhs, *local_groups(lhs.shape[-2], self.groups, rest, parts, index)
 
     # ---- lowering ----------------------------------------------------------------------------------------------------
 
@@ -162,6 +153,29 @@ class RaggedDotCall(Call):
         numbers = (contracting, tuple(tuple(pair[i] for pair in shared) for i in range(2)))
         of_lax = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
         return (lhs, rhs), of_lax | {"preferred_element_type": jnp.dtype(self.out_dtype)}
+
+
+def local_groups(
+    rows: int, groups: int, rest: Sequence[jax.Array], parts: Mapping[str, int], index: Callable[[str], Any]
+) -> Sequence[jax.Array]:
+    """group_sizes and group_offset of one device, which has some of the rows ("m") or of the matrices ("g").
+
+    Args:
+      rows: of the device.
+      groups: matrices of all devices.
+      rest: group_sizes and, if there is one, group_offset, of all devices.
+      parts, index: see `Rule.localized`.
+    """
+    sizes, *offset = rest
+    if parts.get("m", 1) > 1:
+        begin = index("m") * rows
+        starts, counts = bounds(sizes, rows * parts["m"])
+        inside = lambda row: jnp.clip(row - begin, 0, rows)  # noqa: E731
+        sizes = inside(starts + counts) - inside(starts)
+    if parts.get("g", 1) > 1:
+        first = index("g") * (groups // parts["g"])
+        offset = [first[None] if not offset else offset[0] + first]
+    return sizes, *offset
 
 
 def _each(

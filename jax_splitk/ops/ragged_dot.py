@@ -15,11 +15,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_splitk.ops import ragged_gradient as _gradient  # noqa: F401 - the primitive's rules
 from jax_splitk.ops.call import MEMORY
 from jax_splitk.ops.dot_general import dot_general
+from jax_splitk.ops.group_arguments import int32_offset, int32_sizes
+from jax_splitk.ops.quantized_ragged import quantized_ragged_dot
 from jax_splitk.ops.ragged_call import RaggedDotCall
 from jax_splitk.problems import ragged_layout
 from jax_splitk.problems.conv_reference import precision_name
 from jax_splitk.problems.dot_general import E4M3
 from jax_splitk.problems.ragged_reference import lax_ragged_dot_general
+from jax_splitk.quantized.array import is_weight
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import RefusedImplementation, dtype_of, require, wider
 from jax_splitk.tuning.options import Implementation, Options, settled
@@ -35,7 +38,7 @@ _NUMBERS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 
 def ragged_dot(
     lhs: ArrayLike,
-    rhs: ArrayLike,
+    rhs: Any,
     group_sizes: ArrayLike,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -62,9 +65,16 @@ def ragged_dot(
     shard_map work, and cotangents are grouped products as well. Under jit over sharded arrays tokens, experts and
     columns may be divided among devices. Results are the same, bit for bit, each time.
 
+    Experts of 4 or 8 bits: rhs may be a stack of quantized weights, as `quantized_matmul` takes one of them. On Hopper
+    a kernel dequantizes the packed weights of groups that have rows, and reads no others. `precision` then has no
+    effect, as in `quantized_dot_general`. The gradient of lhs is a grouped product with the dequantized weights, which
+    XLA writes to memory first; scales and floating zero points have gradients, too.
+
     Args:
       lhs: [m, k], of a real floating dtype; two operands of other dtypes are left to lax.
-      rhs: [g, k, n], likewise. Where the dtypes differ both are converted to the one that holds them, as in lax.
+      rhs: [g, k, n], likewise. Where the dtypes differ both are converted to the one that holds them, as in lax. Or a
+        stack of quantized weights: a PackedWeight (of `prepack` with stack=1), for which there are kernels, a
+        QuantizedArray or a qwix QArray. lhs is then bfloat16, float16, float8_e4m3fn or float32.
       group_sizes: [g], of an integer dtype; summed in int32.
       precision: as in lax, for float32 operands. On a GPU DEFAULT and HIGH add three products of bfloat16 parts, and
         the error is about 1e-5 (that of tf32 is 3e-4); HIGHEST adds six, with an error as of float32. What else lax
@@ -85,9 +95,10 @@ def ragged_dot(
 
     Raises:
       TypeError: shapes or dtypes that do not belong together, as from lax.
-      ValueError: a group_offset of another shape, an unknown implementation, a config that is not legal.
+      ValueError: a group_offset of another shape, an unknown implementation, a config that is not legal; a quantized
+        rhs of another shape.
       NotImplementedError: an explicit implementation or config that cannot serve; names the limit. Limits that depend
-        on the device raise it at lowering.
+        on the device raise it at lowering. `out_sharding` with a quantized rhs.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
 
     Example:
@@ -95,9 +106,13 @@ def ragged_dot(
       >>> jax_splitk.ragged_dot(tokens, experts, jnp.array([1, 3, 1]))[:, 0]
       Array([0., 4., 4., 4., 8., 0.], dtype=float32)
     """
+    asked = Options(config, implementation, workspace_limit_bytes)
+    if is_weight(rhs):
+        options = settled("quantized_ragged_dot", asked)
+        more = {"group_offset": group_offset, "out_sharding": out_sharding, "compute_dtype": compute_dtype}
+        return quantized_ragged_dot(lhs, rhs, group_sizes, options, preferred_element_type, **more)
     given = (precision, preferred_element_type, group_offset, out_sharding, compute_dtype)
-    options = settled("ragged_dot", Options(config, implementation, workspace_limit_bytes))
-    return _routed(lhs, rhs, group_sizes, _NUMBERS, *given, options)
+    return _routed(lhs, rhs, group_sizes, _NUMBERS, *given, settled("ragged_dot", asked))
 
 
 def ragged_dot_general(
@@ -166,7 +181,7 @@ def _routed(
 ) -> jax.Array:
     """The product by the primitive that computes it, or by lax."""
     x, y, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-    offset = None if group_offset is None else _offset(group_offset)
+    offset = None if group_offset is None else int32_offset(group_offset)
     reason = _left_to_lax(x, y, precision, preferred, out_sharding, compute_dtype)
     if reason is not None:
         if options.explicit and options.implementation != "xla":
@@ -201,15 +216,6 @@ def _routed(
         out = out.sum(found.summed).astype(out_dtype)
     out = _reshaped(out, found.split)
     return _transposed(out, found.transpose)
-
-
-def _offset(group_offset: ArrayLike) -> jax.Array:
-    """int32 [1]."""
-    offset = jnp.asarray(group_offset)
-    integer = jnp.issubdtype(offset.dtype, jnp.integer)
-    require(integer, f"group_offset of dtype {offset.dtype}", "an integer dtype", TypeError)
-    require(offset.shape in ((), (1,)), f"group_offset of shape {offset.shape}", "(1,)")
-    return offset.astype(jnp.int32).reshape(1)
 
 
 def _left_to_lax(
@@ -274,8 +280,7 @@ def _precision(precision: Any, dtype: np.dtype) -> str:
 
 def _sizes(sizes: jax.Array, found: ragged_layout.RaggedLayout) -> jax.Array:
     """group_sizes in int32, of the product's rows."""
-    if sizes.dtype != jnp.int32:
-        sizes = jnp.clip(sizes, 0, min(jnp.iinfo(sizes.dtype).max, 2**31 - 1)).astype(jnp.int32)
+    sizes = int32_sizes(sizes)
     each = found.rows_each
     if _compat.is_known(each) and each == 1:
         return sizes

@@ -1,18 +1,26 @@
 """What checks, measurements and caches need to know about each operation. A new operation is a line in `OPERATIONS`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_splitk.problems import conv_reference, dot_reference, quantized_reference, ragged_reference
+from jax_splitk.problems import (
+    conv_reference,
+    dot_reference,
+    quantized_ragged_reference,
+    quantized_reference,
+    ragged_reference,
+)
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import normals
@@ -70,12 +78,21 @@ OPERATIONS: dict[str, Operation] = {
         QuantizedMatmulProblem.represented,
         operand_error=quantized_reference.table_error,
     ),
+    "quantized_ragged_dot": Operation(
+        QuantizedRaggedDotProblem,
+        quantized_ragged_reference.random_operands,
+        functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.ragged_dot),
+        check=functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.by_blocks),
+        operand_error=lambda problem: quantized_reference.table_error(problem.product),
+        kinds=len(ragged_reference.DISTRIBUTIONS),
+    ),
     "quantized_matmul_transposed": Operation(
         QuantizedTransposedProblem,
         quantized_reference.random_operands,
         quantized_reference.problem_product,
         QuantizedTransposedProblem.representatives,
         QuantizedTransposedProblem.represented,
+        operand_error=quantized_reference.table_error,
     ),
     "ragged_dot": Operation(
         RaggedDotProblem,

@@ -51,13 +51,13 @@ def problem_product(problem: QuantizedMatmulProblem, x: jax.Array, *operands: ja
 
 def product(layout: Layout, x: jax.Array, leaves: Leaves, out_dtype: Any) -> jax.Array:
     """x [n, k] @ w -> [n, features] of out_dtype."""
-    return _dot(x, _dequantized(layout, leaves), 0, jnp.dtype(out_dtype))
+    return _dot(x, dequantized(layout, leaves), 0, jnp.dtype(out_dtype))
 
 
 def product_transposed(layout: Layout, g: jax.Array, leaves: Leaves, out_dtype: Any) -> jax.Array:
     """g [n, features] @ w.T -> [n, k] of out_dtype, the cotangent of an x of that dtype."""
     out = jnp.dtype(out_dtype)
-    return to_cotangent(_dot(g, _dequantized(layout, leaves), 1, widened(out)), out)
+    return to_cotangent(_dot(g, dequantized(layout, leaves), 1, widened(out)), out)
 
 
 def widened(dtype: np.dtype) -> np.dtype:
@@ -182,9 +182,16 @@ def _differences(layout: Layout, leaves: Leaves) -> jax.Array:
     return differences(fmt, values, None if zero_point is None else _groups(layout, zero_point))
 
 
-def _dequantized(layout: Layout, leaves: Leaves) -> jax.Array:
+def dequantized(layout: Layout, leaves: Leaves) -> jax.Array:
     """The dequantized weight, [k, features] in float32."""
     return scaled(_differences(layout, leaves), _scales(layout, leaves))
+
+
+def float16_factor(weight: jax.Array, axis: int) -> jax.Array:
+    """A power of two for each output that brings weights into float16's range: divided by it, the largest weight along
+    `axis` is 1 to 2. The axis stays, with size 1."""
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(weight), axis=axis, keepdims=True, initial=0))
+    return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, -120))
 
 
 def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax.Array:
@@ -199,9 +206,7 @@ def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax
     if a.dtype != out_dtype:
         a = a.astype(jnp.float32)
     elif a.dtype == jnp.float16:
-        # A power of two for each output brings weights into float16's range.
-        _, exponent = jnp.frexp(jnp.max(jnp.abs(weight), axis=axis, keepdims=True, initial=0))
-        factor = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, -120))
+        factor = float16_factor(weight, axis)
         weight = weight / factor
     out = lax_dot_general(
         a,

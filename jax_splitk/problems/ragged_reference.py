@@ -161,12 +161,17 @@ def random_operands(problem: RaggedDotProblem, seed: int) -> tuple[np.ndarray, .
     three `DISTRIBUTIONS`."""
     stretches = Stretches(seed)
     lhs, rhs = (stretches.normals(shape, dtype) for shape, dtype in problem.operand_types[:2])
+    return lhs, rhs, *random_sizes(problem, seed)
+
+
+def random_sizes(problem: RaggedDotProblem, seed: int) -> tuple[np.ndarray, ...]:
+    """group_sizes whose sum is m and, if the problem has one, group_offset; see `random_operands`."""
     count = problem.size_count
     sizes = group_sizes(DISTRIBUTIONS[seed % len(DISTRIBUTIONS)], count, problem.m, seed)
     if not problem.has_offset:
-        return lhs, rhs, sizes
+        return (sizes,)
     offset = seed % max(1, count // max(1, problem.groups)) * problem.groups
-    return lhs, rhs, sizes, np.array([offset], np.int32)
+    return sizes, np.array([offset], np.int32)
 
 
 def group_sizes(distribution: str, groups: int, m: int, seed: int) -> np.ndarray:

@@ -175,7 +175,10 @@ def sharding_rule(rule: SdyShardingRule, op: Any) -> Any:
 
 
 def spec_of(sharding: Any, mesh: jax.sharding.Mesh, rank: int) -> jax.sharding.PartitionSpec:
-    """A sharding of XLA's partitioner in terms of the mesh's axes; replicated if it divides an axis."""
+    """A sharding of XLA's partitioner in terms of the mesh's axes; replicated if it divides an axis, or if GSPMD gave
+    the array none."""
+    if sharding is None:
+        return jax.sharding.PartitionSpec()
     from jax._src.sharding_impls import parse_flatten_op_sharding  # noqa: PLC0415
 
     try:

@@ -248,7 +248,7 @@ def test_gradients_have_laxs_dtypes(preferred: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["forward", "rhs_gradient"])
-def test_errors_are_at_most_twice_xlas(mode: Any) -> None:
+def test_errors_are_at_most_xlas(mode: Any) -> None:
     """The errors are those of long sums of random numbers, relative to float64: the greatest of several products."""
     forward, greatest = mode == "forward", {"host": 0.0, "xla": 0.0}
     p = RaggedDotProblem(mode, 4, 40 if forward else 4000, 4000 if forward else 40, 24, "float32", "float32")
@@ -262,7 +262,7 @@ def test_errors_are_at_most_twice_xlas(mode: Any) -> None:
                 options = {"precision": "highest", "implementation": implementation}
                 error = np.abs(np.asarray(product(lhs, rhs, sizes, **options), np.float64) - exact).max()
                 greatest[implementation] = max(before, float(error))
-        assert greatest["host"] <= 2 * greatest["xla"]
+        assert greatest["host"] <= greatest["xla"]
 
 
 def _contracted(x: Any, y: Any, sizes: Any, **options: Any) -> jax.Array:

@@ -27,6 +27,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -252,6 +253,10 @@ def _problem_numbers(problem: Problem) -> list[float]:
         p = problem
         of = [p.m, p.n, p.k, p.groups, p.mode == "forward", "kn".index(p.rhs_order[-1])]
         of += [item(p.dtype), item(p.out_dtype), p.m / p.groups]
+    elif isinstance(problem, QuantizedRaggedDotProblem):
+        p = problem
+        of = [p.m, p.k, p.n, p.product.bits, _QTYPES.index(p.qtype), p.group_size, item(p.dtype)]
+        of += [item(p.out_dtype), p.zero_dtype != "none", p.groups]
     elif isinstance(problem, ConvProblem):
         p = problem
         of = [*p.group_channels, p.taps, math.prod(p.output_spatial), math.prod(p.window_strides), p.rank]

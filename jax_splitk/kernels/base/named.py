@@ -3,11 +3,11 @@
 from typing import Any
 
 from jax_splitk.kernels.base.family import Family
-from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 
 
-class NamedByFormat(Family[QuantizedMatmulProblem, Any]):
-    """A family whose kernels have the weight's format in their names: `quantized_stream_int4`."""
+class NamedByFormat(Family[Any, Any]):
+    """A family whose kernels have the weight's format in their names: `quantized_stream_int4`. Its problems have the
+    field `qtype`."""
 
-    def trace_name(self, problem: QuantizedMatmulProblem) -> str:
+    def trace_name(self, problem: Any) -> str:
         return f"{super().trace_name(problem)}_{problem.qtype}"

@@ -18,6 +18,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
@@ -119,7 +120,7 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
     """`estimate` by the data of a given fit."""
     if problem.flops == 0:
         return None
-    if isinstance(problem, RaggedDotProblem):
+    if isinstance(problem, RaggedDotProblem | QuantizedRaggedDotProblem):
         return Estimate(features(problem, target).floor * _GROUPED_FACTOR, _GROUPED_UNCERTAINTY)
     if isinstance(problem, QuantizedTransposedProblem):
         return estimate_by(of, problem.forward, target)  # the same weight is dequantized, and multiplied as often
@@ -216,6 +217,17 @@ def _of_ragged_dot(p: RaggedDotProblem, share: _Share) -> Features:
     return Features(" ".join(kinds), floor, kinds, sizes)
 
 
+def _of_quantized_ragged_dot(p: QuantizedRaggedDotProblem, share: _Share) -> Features:
+    """XLA dequantizes all weights and multiplies every row with each of them."""
+    widened = p.out_dtype == "float32"
+    dequantized = 2 * p.groups * p.k * p.n  # bytes, written and read again
+    dense = dataclasses.replace(p, m=p.m * p.groups)
+    floor = _floor(dense, "exact" if widened else "half", share, p.bytes_moved + 2 * dequantized)
+    sizes = {"microseconds": floor * 1e6, "groups": float(p.groups), "rows": p.m / p.groups}
+    kinds = (p.qtype, p.dtype, *(["widened"] if widened else []))
+    return Features(f"grouped {p.product.bits} bits", floor, kinds, sizes)
+
+
 _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "conv_fprop": _of_conv,
     "conv_dgrad": _of_conv,
@@ -223,6 +235,7 @@ _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "dot_general": _of_dot_general,
     "quantized_matmul": _of_quantized_matmul,
     "ragged_dot": _of_ragged_dot,
+    "quantized_ragged_dot": _of_quantized_ragged_dot,
     "quantized_matmul_transposed": _of_quantized_matmul,
 }
 _OPERATIONS = tuple(_FEATURES)

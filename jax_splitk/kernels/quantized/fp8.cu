@@ -242,7 +242,7 @@ struct Loop {
       const int share = cluster_rank() * SHARE;
       fill_stages(kernel, X_BYTES, [&](const Place& at, int block, int stage, uint64_t* full) {
         uint8_t* to = kernel.stages + stage * STAGE_BYTES + share * BLOCK_K;
-        const int column = block * (BLOCK_K / 2), row = at.n * TILE_N + share;  // the map has pairs of x
+        const int column = block * (BLOCK_K / 2), row = at.first_row() + share;  // the map has pairs of x
         if constexpr (MULTICAST > 1) {
           constexpr int ALL = (1 << MULTICAST) - 1;
           load_tile_multicast(&x_map, full, ALL, EVICT_NORMAL, to, column, row);
@@ -263,7 +263,7 @@ struct Loop {
   }
 
   __device__ void consume(const Kernel& kernel, int warp) const {
-    const Args& g = kernel.g;
+    const Schedule& g = kernel.g;
     const Role role(warp, threadIdx.x, 0);
     Reader in(kernel, role);
     for (int index = 0; index < PIECES; ++index) {

@@ -56,6 +56,8 @@ struct Reader : Consumer {
 
   // Once for every stage, which all lanes have read.
   __device__ void release() const {
+    // Products wait for what was loaded before them; sums of x are loaded after the stage's products.
+    if constexpr (EXPERTS && SUM_ROWS > 0) fence_async_shared();
     __syncwarp();
     arrive_if(leads, released);
   }
@@ -255,12 +257,18 @@ __device__ inline float less_zero(float acc, float zero, float sum_of_x) {
   return ZERO_TYPE == NONE ? acc : fmaf(-zero, sum_of_x, acc);
 }
 
+// Sums of two neighbouring rows of x; EXPERTS: which may begin at any.
+__device__ inline float2 load_sums(uint32_t address) {
+  if constexpr (EXPERTS) return make_float2(load_shared<float>(address), load_shared<float>(address + 4));
+  return load_shared<float2>(address);
+}
+
 __device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator& sum) {
   fence(acc);
 #pragma unroll
   for (int j = 0; j < TILE_N / 8; ++j) {
     float2 s = make_float2(0.f, 0.f);
-    if constexpr (ZERO_TYPE != NONE) s = load_shared<float2>(p.sums + j * 8 * 4);
+    if constexpr (ZERO_TYPE != NONE) s = load_sums(p.sums + j * 8 * 4);
     sum[4 * j] = fmaf(p.scale.x, less_zero(acc[4 * j], p.zero.x, s.x), sum[4 * j]);
     sum[4 * j + 1] = fmaf(p.scale.x, less_zero(acc[4 * j + 1], p.zero.x, s.y), sum[4 * j + 1]);
     sum[4 * j + 2] = fmaf(p.scale.y, less_zero(acc[4 * j + 2], p.zero.y, s.x), sum[4 * j + 2]);
@@ -269,10 +277,11 @@ __device__ inline void add_period(const Period& p, Accumulator& acc, Accumulator
 }
 
 // SUM: a chain of sums for each period, whose end is waited for. Scales of GROUP 0 are in `period` already.
-__device__ inline void add_periods(Reader& in, int blocks, Period period, Accumulator& sum) {
+// The tile's sums of x begin at `first_sum` in a row of them.
+__device__ inline void add_periods(Reader& in, int blocks, int first_sum, Period period, Accumulator& sum) {
   Fragments a[2];
   Accumulator acc;
-  const int column = threadIdx.x % 4 * 2;
+  const int column = threadIdx.x % 4 * 2 + first_sum;
 #pragma unroll
   for (int i = 0; i < ACCUMULATORS; ++i) sum[i] = 0.f;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
@@ -294,7 +303,7 @@ __device__ inline void add_periods(Reader& in, int blocks, Period period, Accumu
           period.zero = over_factor(load_pair<ZERO_TYPE>(extra + ZEROS_AT + row * ZERO_ITEM));
         }
       }
-      period.sums = extra + SUMS_AT + (k / PERIOD * TILE_N + column) * 4;
+      period.sums = extra + SUMS_AT + (k / PERIOD * SUM_COLUMNS + column) * 4;
     };
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
@@ -341,15 +350,18 @@ struct Loop {
   // from X_WARP on one box of x each.
   static constexpr int PRODUCERS = 4, SUMS_WARP = 1, X_WARP = 2, BARRIERS = SPARE + 1;
   static constexpr bool CROWDED = WARPGROUPS == 2 && CTAS_PER_SM == 2;
-  static constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : CTAS_PER_SM == 2 ? 56 : 24;
-  static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : 240;
+  static constexpr int FEW = EXPERTS ? 40 : 24;  // a producer that finds the groups' tiles has more to do
+  static constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : CTAS_PER_SM == 2 ? 56 : FEW;
+  static constexpr int MANY = EXPERTS ? 232 : 240;
+  static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : MANY;
   const Weight weight;
-  // Sums of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N]. With FACTORS, factors of groups.
+  // Sums of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N], or rows of x with EXPERTS. With FACTORS,
+  // factors of groups.
   const float* sums;
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, int warp) const {
     if constexpr (PREPARED) wait_on_dependent_grids();
-    const Args& g = kernel.g;
+    const Schedule& g = kernel.g;
     const uint64_t hint = weight_hint(g);
     const bool has_weight = warp < M_WARPGROUPS, has_x = warp >= X_WARP, has_sums = warp == SUMS_WARP;
     const int bytes = (has_weight ? WEIGHT_BYTES : 0) + (has_x ? BOX_BYTES : 0) + (has_sums ? SUMS_BYTES : 0);
@@ -358,21 +370,21 @@ struct Loop {
       if (has_x) {
         uint8_t* to = kernel.stages + stage * STAGE_BYTES + (warp - X_WARP) * BOX_BYTES;
         const int k = block * BLOCK_K + (warp - X_WARP) * 64;
-        load_tile(&x_map, full, EVICT_NORMAL, to, k, at.n * TILE_N);
+        load_tile(&x_map, full, EVICT_NORMAL, to, k, at.first_row());
       }
       if (SUM_ROWS > 0 && has_sums) {
 #pragma unroll 1
         for (int i = 0; i < SUM_ROWS; ++i) {
-          copy_bulk(kernel.address + EXTRAS_AT + stage * EXTRA_BYTES + SUMS_AT + i * TILE_N * 4,
-                    sums + (size_t(block * SUM_ROWS + i) * g.tiles_n + at.n) * TILE_N, TILE_N * 4,
-                    shared_address(full), EVICT_NORMAL);
+          copy_bulk(kernel.address + EXTRAS_AT + stage * EXTRA_BYTES + SUMS_AT + i * SUM_COLUMNS * 4,
+                    sums + at.sums(g, block * SUM_ROWS + i), SUM_COLUMNS * 4, shared_address(full),
+                    EVICT_NORMAL);
         }
       }
     });
   }
 
   __device__ void consume(const Kernel& kernel, int warp) const {
-    const Args& g = kernel.g;
+    const Schedule& g = kernel.g;
     const Role role(warp, threadIdx.x, 0);
     Reader in(kernel, role);
     if constexpr (FACTORS) wait_on_dependent_grids();
@@ -397,7 +409,7 @@ struct Loop {
       }
 #endif
       if constexpr (SCALING == SUM) {
-        add_periods(in, role.blocks(piece), channel, acc);
+        add_periods(in, role.blocks(piece), at.first_sum(), channel, acc);
       } else {
         add_blocks(in, role.blocks(piece), acc);
       }
@@ -414,12 +426,23 @@ struct Loop {
   }
 };
 
+#if EXPERTS
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args args, const int* sizes,
+             const int* offset, const uint8_t* words, const uint8_t* scale, const uint8_t* zero,
+             const float* sums, Output* out, float* partials CHANNEL_PARAMETER) {
+  __shared__ Tiles tiles;
+  if (threadIdx.x < 32) find_tiles(args, sizes, offset, tiles);
+  run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, Schedule{args, tiles}, out, partials);
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
              const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out,
              float* partials CHANNEL_PARAMETER) {
   run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, g, out, partials);
 }
+#endif
 
 #if X_E4M3
 #include <cuda_fp8.h>

@@ -95,11 +95,13 @@ def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _copy_bytes(problem: QuantizedMatmulProblem) -> int:
-    return _aligned(problem.rows * _pitch(problem) * 2) if needs_copy(problem) else 0
+def copy_bytes(problem: QuantizedMatmulProblem) -> int:
+    """Bytes of the copy of x at the begin of the workspace."""
+    return _aligned(problem.rows * row_pitch(problem) * 2) if needs_copy(problem) else 0
 
 
-def _pitch(problem: QuantizedMatmulProblem) -> int:
+def row_pitch(problem: QuantizedMatmulProblem) -> int:
+    """Elements from a row of the copy to the next."""
     return -(-problem.contracted // 8) * 8
 
 
@@ -113,11 +115,26 @@ def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     return _aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
 
 
-def _prepare_args(problem: QuantizedMatmulProblem, config: Config) -> Struct:
-    """Arguments of the kernel that prepares x; `pitch` is the elements of a row of the copy, 0 for no copy."""
-    sizes = {"rows": problem.rows, "k": problem.contracted, "padded_rows": _padded_rows(problem, config)}
-    pitch = _pitch(problem) if needs_copy(problem) else 0
+def prepare_args(problem: QuantizedMatmulProblem, padded_rows: int) -> Struct:
+    """Arguments of the kernel that prepares x; `pitch` is the elements of a row of the copy, 0 for no copy.
+
+    `padded_rows`: how many rows have sums; those beyond x have zeros.
+    """
+    sizes = {"rows": problem.rows, "k": problem.contracted, "padded_rows": padded_rows}
+    pitch = row_pitch(problem) if needs_copy(problem) else 0
     return Struct("PrepareArgs", {**sizes, "k_blocks": k_blocks(problem), "pitch": pitch})
+
+
+def prepare_launch(
+    kernel: str, problem: QuantizedMatmulProblem, padded_rows: int, copy: plan.Pointer, sums: plan.Pointer
+) -> plan.Launch:
+    """The launch of the kernel that prepares x."""
+    return plan.Launch(
+        kernel=kernel,
+        grid=(-(-padded_rows * k_blocks(problem) // PREPARE_WARPS), 1, 1),
+        block=(32 * PREPARE_WARPS, 1, 1),
+        params=(prepare_args(problem, padded_rows), plan.Pointer(0), copy, sums),
+    )
 
 
 class Tiled(tiles.TileFamily[Config]):
@@ -146,7 +163,7 @@ class Tiled(tiles.TileFamily[Config]):
 
     def prepared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """Bytes of the copy of x, and of sums of x for zero points."""
-        return _copy_bytes(problem) + _sums_bytes(problem, config)
+        return copy_bytes(problem) + _sums_bytes(problem, config)
 
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         units = (problem.rows + 256) * k_blocks(problem)
@@ -208,7 +225,7 @@ class Tiled(tiles.TileFamily[Config]):
 
     def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
         copied = nbytes(problem.x_shape, problem.x_dtype) if needs_copy(problem) else 0
-        return super().operand_bytes(problem) - copied + _copy_bytes(problem)
+        return super().operand_bytes(problem) - copied + copy_bytes(problem)
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
@@ -223,29 +240,23 @@ class Tiled(tiles.TileFamily[Config]):
 
     def structs(self, problem: QuantizedMatmulProblem, config: Config) -> list[Struct]:
         """Includes the struct of the kernel that prepares x, which the source always has."""
-        return [*super().structs(problem, config), _prepare_args(problem, config)]
+        return [*super().structs(problem, config), prepare_args(problem, _padded_rows(problem, config))]
 
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
         buffer = workspace if needs_copy(problem) else 0
         # The pitch is that of x itself where rows are not copied.
-        dims, strides = (problem.contracted, problem.rows), (_pitch(problem) * 2,)
+        dims, strides = (problem.contracted, problem.rows), (row_pitch(problem) * 2,)
         return plan.TiledMap(buffer, _operand_dtype(problem), dims, strides, box=(64, config.tile_n))
 
     def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:
         """The main kernel's parameters zero points and sums of x, and the kernel that prepares x and these sums, if
         there is one."""
-        sums = plan.Pointer(workspace, _copy_bytes(problem))
+        sums = plan.Pointer(workspace, copy_bytes(problem))
         operands = (dequantize.zero_pointer(problem), sums)
         if not _prepared(problem):
             return operands, ()
-        warps = _padded_rows(problem, config) * k_blocks(problem)
-        launch = plan.Launch(
-            kernel=self.kernel_name(problem, "_prepare"),
-            grid=(-(-warps // PREPARE_WARPS), 1, 1),
-            block=(32 * PREPARE_WARPS, 1, 1),
-            params=(_prepare_args(problem, config), plan.Pointer(0), plan.Pointer(workspace), sums),
-        )
-        return operands, (launch,)
+        name, rows = self.kernel_name(problem, "_prepare"), _padded_rows(problem, config)
+        return operands, (prepare_launch(name, problem, rows, plan.Pointer(workspace), sums),)
 
 
 FAMILY = Tiled(Config)

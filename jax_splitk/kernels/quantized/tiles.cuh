@@ -39,11 +39,15 @@
 // splits and their ranges are known at compile time, the tiles along n where they are few, and what the sizes
 // need not.
 //
+// With EXPERTS the rows of x are in groups that have a weight each, and Schedule and Place are those of
+// experts.cuh.
+//
 // Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh),
 // SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial
 // sum), M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES,
 // N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (m is a multiple of 8), WHOLE
-// (the weight does not end in the middle of a block), TRANSPOSED (0 by default).
+// (the weight does not end in the middle of a block), TRANSPOSED (0 by default), EXPERTS (0, or see
+// experts.cuh).
 
 #include "device/output.cuh"
 #include "device/skeleton.cuh"
@@ -78,7 +82,7 @@ constexpr int GROUPS = TRANSPOSED ? 2 * TILE_GROUPS : GROUP ? BLOCK_K / GROUP_K 
 constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
 constexpr int SCALES = GROUPS * WARPGROUP_M * SCALE_ITEM, ZEROS = GROUPS * WARPGROUP_M * ZERO_ITEM;
 constexpr int SUM_ROWS = ZERO_TYPE == NONE || TRANSPOSED ? 0 : BLOCK_K / PERIOD;
-constexpr int SUMS_BYTES = SUM_ROWS * TILE_N * 4;
+constexpr int SUM_COLUMNS = TILE_N + (EXPERTS ? 4 : 0), SUMS_BYTES = SUM_ROWS * SUM_COLUMNS * 4;
 constexpr int CHANNELS = TRANSPOSED && CHANNEL_SCALE ? 2 * 64 * 4 : 0;
 constexpr int ZEROS_AT = M_WARPGROUPS * SCALES, CHANNELS_AT = ZEROS_AT + M_WARPGROUPS * ZEROS;
 constexpr int SUMS_AT = CHANNELS_AT + M_WARPGROUPS * CHANNELS;
@@ -95,16 +99,6 @@ constexpr int SHARED_SUMS_AT = STAGING_AT + 4 * WARPGROUPS * STAGING_BYTES;
 constexpr int EMPTY = STAGES, ROOM = 2 * STAGES, ARRIVED = ROOM + 1;
 [[maybe_unused]] constexpr int SPARE = ARRIVED + 1;
 
-// What all parts of a kernel need.
-struct Kernel {
-  const Args& g;
-  Output* out;
-  float* partials;
-  uint64_t* barriers;
-  uint8_t* stages;   // the first one
-  uint32_t address;  // of that
-};
-
 // ---- work ------------------------------------------------------------------------------------------------
 
 // k blocks [begin, end) of a tile. slot: where the sums go; -1 if this is the whole tile.
@@ -119,22 +113,52 @@ __device__ inline int blocks_of(int rank) {
 
 constexpr int PIECES = SPLIT ? 1 : 0x7fffffff;  // of a worker, at most
 
+// A block's part of a tile that a cluster computes: without divisions, which the first loads wait for.
+__device__ inline Piece split_piece(int worker, bool exists = true) {
+  const int rank = int(block_rank_in_cluster()), begin = rank * RANGE;
+  return {worker / SPLITS, begin, exists ? begin + blocks_of(rank) : begin, -1};
+}
+
+// The worker's piece of that index, which is in its range: of the k blocks of `rest` tiles, which follow the
+// whole tiles of all workers.
+__device__ inline Piece range_piece(int worker, int index, int workers, int whole_tiles, int rest,
+                                    int k_blocks, int range_blocks) {
+  const int first = worker * range_blocks, last = min(first + range_blocks, rest * k_blocks);
+  const int tile = first / k_blocks + index - whole_tiles, from = tile * k_blocks;
+  const int begin = max(first - from, 0), end = min(last - from, k_blocks);
+  const bool whole = begin == 0 && end == k_blocks;
+  return {whole_tiles * workers + tile, begin, end, whole ? -1 : 2 * worker + (index > whole_tiles)};
+}
+
+struct Tile {
+  int m, n;  // m a thread block's, or a cluster's
+};
+
+constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
+
+// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
+__device__ inline Tile in_bands(int tile, int tiles_m, int tiles_n) {
+  const int band = tile / (min(BAND, tiles_n) * tiles_m), first = band * BAND;
+  const int width = min(BAND, tiles_n - first), inside = tile - first * tiles_m, m = inside / width;
+  return {m, first + inside - m * width};
+}
+
+#if EXPERTS
+#include "quantized/experts.cuh"
+#else
+using Schedule = Args;
+
 __device__ inline int clusters() { return int(gridDim.x) / MULTICAST; }
 
 // A worker's piece of that index, which follows from the index alone: nothing else need be kept in registers
 // during a piece. begin is not below end if there is none.
-__device__ inline Piece piece_of(const Args& g, int index, int worker = int(blockIdx.x) / MULTICAST) {
-  if constexpr (SPLIT) {  // without divisions, which the first loads wait for
-    const int rank = int(block_rank_in_cluster()), begin = rank * RANGE;
-    return {worker / SPLITS, begin, begin + blocks_of(rank), -1};
+__device__ inline Piece piece_of(const Schedule& g, int index, int worker = int(blockIdx.x) / MULTICAST) {
+  if constexpr (SPLIT) {
+    return split_piece(worker);
   } else {
     if (index < g.whole_tiles) return {worker + index * clusters(), 0, g.k_blocks, -1};
     const int rest = g.tiles_m * g.tiles_n - g.whole_tiles * clusters();
-    const int first = worker * g.range_blocks, last = min(first + g.range_blocks, rest * g.k_blocks);
-    const int tile = first / g.k_blocks + index - g.whole_tiles, from = tile * g.k_blocks;
-    const int begin = max(first - from, 0), end = min(last - from, g.k_blocks);
-    const bool whole = begin == 0 && end == g.k_blocks;
-    return {g.whole_tiles * clusters() + tile, begin, end, whole ? -1 : 2 * worker + (index > g.whole_tiles)};
+    return range_piece(worker, index, clusters(), g.whole_tiles, rest, g.k_blocks, g.range_blocks);
   }
 }
 
@@ -142,27 +166,39 @@ struct Place {
   int m, n;  // tiles, m a thread block's
 
   // The packed weight's tile along m of a warpgroup. It may have none of them: the last one.
-  __device__ int m_tile(const Args& g, int warpgroup) const {
+  __device__ int m_tile(const Schedule& g, int warpgroup) const {
     return min(m * M_WARPGROUPS + warpgroup, g.m_tiles - 1);
   }
+  __device__ int first_row() const { return n * TILE_N; }
+  __device__ int rows_end(const Schedule& g) const { return g.rows; }  // behind those that are stored
+  // The index of the first sum of x that is copied from such a row of them, and the tile's first one there.
+  __device__ size_t sums(const Schedule& g, int row) const { return (size_t(row) * g.tiles_n + n) * TILE_N; }
+  __device__ int first_sum() const { return 0; }
 };
 
-constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
-
-__device__ inline int cluster_rank() { return int(blockIdx.x) % MULTICAST; }
-
-// Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
-__device__ inline Place place_of(const Args& g, int tile, int rank) {
+__device__ inline Place place_of(const Schedule& g, int tile, int rank) {
   if constexpr (N_TILES > 0) {  // without divisions, which the first loads wait for
     static_assert(N_TILES <= BAND);
     constexpr int ALONG_N = N_TILES > 0 ? N_TILES : 1;  // the compiler looks here in any case
     return {tile / ALONG_N * MULTICAST + rank, tile % ALONG_N};
   } else {
-    const int band = tile / (min(BAND, g.tiles_n) * g.tiles_m), first = band * BAND;
-    const int width = min(BAND, g.tiles_n - first), inside = tile - first * g.tiles_m, m = inside / width;
-    return {m * MULTICAST + rank, first + inside - m * width};
+    const Tile at = in_bands(tile, g.tiles_m, g.tiles_n);
+    return {at.m * MULTICAST + rank, at.n};
   }
 }
+#endif
+
+__device__ inline int cluster_rank() { return int(blockIdx.x) % MULTICAST; }
+
+// What all parts of a kernel need.
+struct Kernel {
+  const Schedule& g;
+  Output* out;
+  float* partials;
+  uint64_t* barriers;
+  uint8_t* stages;   // the first one
+  uint32_t address;  // of that
+};
 
 // ---- producer --------------------------------------------------------------------------------------------
 
@@ -206,7 +242,7 @@ struct Weight {
 constexpr int WEIGHT_BYTES = 2 * TILE_BYTES + SCALES + ZEROS + CHANNELS;  // of a stage and a warpgroup
 
 // Read by one thread block only, or by several.
-__device__ inline uint64_t weight_hint(const Args& g) { return g.once ? EVICT_FIRST : EVICT_NORMAL; }
+__device__ inline uint64_t weight_hint(const Schedule& g) { return g.once ? EVICT_FIRST : EVICT_NORMAL; }
 
 #if TRANSPOSED
 // The group of the weight's k that the 16 m of a warp in a warpgroup's tile belong to.
@@ -218,7 +254,7 @@ __device__ inline int group_of(int tile, int warp) {
 // one only. It then has that one twice.
 __device__ inline void copy_weight(const Kernel& kernel, const Weight& from, const Place& at, int block,
                                    int warpgroup, int stage, uint64_t* full, uint64_t hint) {
-  const Args& g = kernel.g;
+  const Schedule& g = kernel.g;
   const int tile = at.m_tile(g, warpgroup), group = group_of(tile, 0);
   const uint32_t barrier = shared_address(full);
   const uint32_t words = kernel.address + stage * STAGE_BYTES + X_BYTES + warpgroup * 2 * TILE_BYTES;
@@ -244,7 +280,7 @@ __device__ inline void copy_weight(const Kernel& kernel, const Weight& from, con
 // Copies a k block of a warpgroup's m.
 __device__ inline void copy_weight(const Kernel& kernel, const Weight& from, const Place& at, int block,
                                    int warpgroup, int stage, uint64_t* full, uint64_t hint) {
-  const Args& g = kernel.g;
+  const Schedule& g = kernel.g;
   const int tile = at.m_tile(g, warpgroup);
   const bool half = !WHOLE && 2 * block + 1 == g.k_tiles;
   copy_block(kernel.address + stage * STAGE_BYTES + X_BYTES + warpgroup * 2 * TILE_BYTES,
@@ -306,10 +342,10 @@ __device__ inline uint32_t packed(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Stores a warp's 16 m, from `m` on, of 16 rows of x, from `n` on. WGMMA's accumulator holds, for lane l, m
-// l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + m half * 2 + odd].
+// Stores a warp's 16 m, from `m` on, of 16 rows of x, from `n` on and before `end`. WGMMA's accumulator holds, for
+// lane l, m l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + m half * 2 + odd].
 __device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
-                             const float (&v)[8], int lane) {
+                             int end, const float (&v)[8], int lane) {
   if constexpr (OUT != FLOAT && EIGHTS) {
     // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
     const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
@@ -319,14 +355,14 @@ __device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32
     __syncwarp();
     const int row = n + lane / 2, column = m + lane % 2 * 8;
     const uint4 chunk = load_shared<uint4>(staging + lane / 2 * STAGING_PITCH + lane % 2 * 16);
-    if (row < g.rows && column < g.m) {
+    if (row < end && column < g.m) {
       *reinterpret_cast<uint4*>(out + size_t(row) * g.m + column) = chunk;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, column = m + i / 2 % 2 * 8 + lane / 4;
-      if (row < g.rows && column < g.m) convert(v[i], out[size_t(row) * g.m + column]);
+      if (row < end && column < g.m) convert(v[i], out[size_t(row) * g.m + column]);
     }
   }
 }
@@ -374,7 +410,7 @@ struct Role {
   }
 
   // The first of a lane's two rows among all m, which are neighbours in the packed order.
-  __device__ size_t channel(const Args& g, const Place& at) const {
+  __device__ size_t channel(const Schedule& g, const Place& at) const {
     return size_t(at.m_tile(g, m_warpgroup)) * WARPGROUP_M + warp % 4 * 16 + thread % 32 / 4 * 2;
   }
 };
@@ -403,35 +439,54 @@ __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, con
       float v[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
-      store(kernel.g, kernel.out, staging, m, at.n * TILE_N + 16 * j, v, role.thread % 32);
+      store(kernel.g, kernel.out, staging, m, at.first_row() + 16 * j, at.rows_end(kernel.g), v,
+            role.thread % 32);
     }
   }
 }
 
-// A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile.
-extern "C" __global__ void __launch_bounds__(128)
-    KERNEL(_reduce)(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
+// A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile. `before`: tiles that no
+// range reaches.
+__device__ inline void add_slots(const Schedule& g, int before, int range_blocks, float* partials,
+                                 Output* out) {
   __shared__ alignas(16) uint8_t staging[4][16 * STAGING_PITCH];
   const int part = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - part * STORE_CHUNKS;
-  const int rest = part / M_WARPGROUPS, warpgroup = part - rest * M_WARPGROUPS;
-  const int tile = rest / MULTICAST, rank = rest - tile * MULTICAST;
+  const int others = part / M_WARPGROUPS, warpgroup = part - others * M_WARPGROUPS;
+  const int tile = others / MULTICAST, rank = others - tile * MULTICAST;
   const int first_unit = tile * g.k_blocks, last_unit = first_unit + g.k_blocks - 1;
-  const int first = first_unit / g.range_blocks, last = last_unit / g.range_blocks;
+  const int first = first_unit / range_blocks, last = last_unit / range_blocks;
   wait_on_dependent_grids();
   if (first == last) return;  // a whole tile
   float v[8] = {};
 #pragma unroll 4
   for (int range = first; range <= last; ++range) {
     // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
-    const int slot = 2 * range + (range * g.range_blocks < first_unit);
+    const int slot = 2 * range + (range * range_blocks < first_unit);
     const float4* from = slot_of(partials, slot, rank, warpgroup) + chunk * 2 * SLOT_CHUNK + threadIdx.x;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));
   }
-  const Place at = place_of(g, tiles_before + tile, rank);
+  const Place at = place_of(g, before + tile, rank);
   const int warp = threadIdx.x / 32;
   store(g, out, shared_address(staging[warp]), (at.m * M_WARPGROUPS + warpgroup) * WARPGROUP_M + warp * 16,
-        at.n * TILE_N + chunk * 16, v, threadIdx.x % 32);
+        at.first_row() + chunk * 16, at.rows_end(g), v, threadIdx.x % 32);
 }
+
+#if EXPERTS
+extern "C" __global__ void __launch_bounds__(128)
+    KERNEL(_reduce)(const __grid_constant__ Args args, const int* sizes, const int* offset, float* partials,
+                    Output* out) {
+  __shared__ Tiles tiles;
+  if (threadIdx.x < 32) find_tiles(args, sizes, offset, tiles);
+  __syncthreads();
+  const int before = tiles.whole_tiles * args.workers, tile = int(blockIdx.x) / (STORE_CHUNKS * M_WARPGROUPS);
+  if (before + tile < tiles.count) add_slots({args, tiles}, before, tiles.range_blocks, partials, out);
+}
+#else
+extern "C" __global__ void __launch_bounds__(128)
+    KERNEL(_reduce)(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
+  add_slots(g, tiles_before, g.range_blocks, partials, out);
+}
+#endif
 
 // ---- the kernel ------------------------------------------------------------------------------------------
 
@@ -442,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(128)
 //   produce                        copies, by an elected thread of a producer warp
 //   consume                        computes and stores a worker's pieces, by a consumer warp
 template <class Loop>
-__device__ inline void run(const Loop& loop, const TensorMap& x_map, const Args& g, Output* out,
+__device__ inline void run(const Loop& loop, const TensorMap& x_map, const Schedule& g, Output* out,
                            float* partials) {
   using Shares = Roles<4, Loop::PRODUCER_REGS, Loop::CONSUMER_REGS>;
   uint8_t* const raw = dynamic_shared();
@@ -462,6 +517,9 @@ __device__ inline void run(const Loop& loop, const TensorMap& x_map, const Args&
     cluster_wait();
   } else {
     __syncthreads();
+#if EXPERTS
+    if (!begin_work(g, out)) return;
+#endif
     if constexpr (SPLIT) cluster_arrive_relaxed();
   }
   const Kernel kernel{g, out, partials, barriers, raw + (address - raw_address), address};

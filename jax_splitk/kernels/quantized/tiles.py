@@ -158,7 +158,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         weight = dequantize.block_bytes(problem, config.m_warpgroups, BLOCK_K)
         return x + weight + self.x_sums_bytes(problem, config.tile_n)
 
-    def _fixed_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
+    def fixed_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """Shared memory besides the pipeline: results before they are stored, and sums that one k_warpgroup gives to
         the other."""
         staging = 0 if problem.out_dtype == "float32" else 4 * config.warpgroups * STAGING_BYTES
@@ -166,12 +166,12 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
 
     def shared_bytes(self, problem: QuantizedMatmulProblem, config: _Config) -> int:
         """Shared memory of a thread block."""
-        return config.stages * self.stage_bytes(problem, config) + self._fixed_bytes(problem, config)
+        return config.stages * self.stage_bytes(problem, config) + self.fixed_bytes(problem, config)
 
     def max_stages(self, problem: QuantizedMatmulProblem, config: _Config, blocks_per_sm: int = 1) -> int:
         """The deepest pipeline that fits in shared memory; ignores `config.stages`."""
         # A KiB of each thread block is the system's.
-        room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self._fixed_bytes(problem, config)
+        room = (SHARED_BYTES + 1024) // blocks_per_sm - 1024 - self.fixed_bytes(problem, config)
         most = min(self.most_stages[config.k_warpgroups - 1], room // self.stage_bytes(problem, config))
         return most // config.k_warpgroups * config.k_warpgroups
 
@@ -225,16 +225,18 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         return self.loop_problem_refusal(problem)
 
     def config_refusal(self, problem: QuantizedMatmulProblem, config: _Config) -> str | None:
+        return self.tile_refusal(problem, config) or schedule(problem, config).refusal(
+            config.splits, config.worker_blocks, config.k_warpgroups
+        )
+
+    def tile_refusal(self, problem: QuantizedMatmulProblem, config: _Config) -> str | None:
+        """Why the kernel cannot have such tiles, pipelines and clusters, whatever the schedule."""
         return (
-            self._tile_refusal(config)
+            field_refusal(config, tile_m=self.tiles_m, tile_n=self.tiles_n, k_warpgroups=(1, 2))
             or self._cluster_refusal(problem, config)
             or self.loop_refusal(problem, config)
             or self._stages_refusal(problem, config)
-            or schedule(problem, config).refusal(config.splits, config.worker_blocks, config.k_warpgroups)
         )
-
-    def _tile_refusal(self, config: _Config) -> str | None:
-        return field_refusal(config, tile_m=self.tiles_m, tile_n=self.tiles_n, k_warpgroups=(1, 2))
 
     def _stages_refusal(self, p: QuantizedMatmulProblem, config: _Config) -> str | None:
         least, most = self.min_stages(p, config), self.max_stages(p, config)
@@ -391,6 +393,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             "N_TILES": n_tiles if n_tiles <= MAX_N_TILES else 0,
             "EIGHTS": int(problem.m % 8 == 0),
             "WHOLE": int(packing.tiles(problem.contracted) % 2 == 0),
+            "EXPERTS": 0,
             **self.loop_macros(problem, config),
         }
 

@@ -1,0 +1,87 @@
+"""Grouped products with packed weights: problems, operands whose results are exact, and the results in NumPy."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax import numpy as jnp
+
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
+from jax_splitk.problems.ragged_reference import DISTRIBUTIONS, group_sizes
+from jax_splitk.quantized import prepack
+from tests import products, ragged_dots
+
+E4M3 = "float8_e4m3fn"
+
+
+def problem(groups: int, one: products.Case, total_groups: int = 0) -> QuantizedRaggedDotProblem:
+    """The grouped product whose product of all rows with one weight is `one`."""
+    p = one.problem
+    made = QuantizedRaggedDotProblem(
+        groups=groups,
+        m=p.rows,
+        k=p.k,
+        n=p.features,
+        dtype=p.x_dtype,
+        out_dtype=p.out_dtype,
+        qtype=p.qtype,
+        group_size=p.group_size,
+        scale_dtype=p.scale_dtype,
+        zero_dtype=p.zero_dtype,
+        channel_dtype=p.channel_dtype,
+        total_groups=total_groups,
+    )
+    made.validate()
+    return made
+
+
+def case_of(p: QuantizedMatmulProblem) -> products.Case:
+    """The product as a case."""
+    zero = None if p.zero_dtype == "none" else p.zero_dtype
+    sizes = (p.rows, p.k, p.features)
+    types = (p.scale_dtype, p.x_dtype, p.out_dtype, p.channel_dtype != "none")
+    return products.Case(*sizes, p.qtype, p.group_size, zero, *types)
+
+
+def random_sizes(p: QuantizedRaggedDotProblem, rng: np.random.Generator) -> list[np.ndarray]:
+    """group_sizes of any of the distributions whose sum is at most m, and a group_offset if the problem has one, which
+    may leave some weights without a group."""
+    kind, rest = str(rng.choice(DISTRIBUTIONS)), int(rng.integers(0, p.m + 1)) if rng.random() < 0.3 else 0
+    found = [group_sizes(kind, p.size_count, p.m - rest, int(rng.integers(2**31)))]
+    if p.has_offset:
+        found.append(np.array([rng.integers(-1, p.total_groups - p.groups + 2)], np.int32))
+    return found
+
+
+def exact(
+    p: QuantizedRaggedDotProblem, seed: int, sizes: Sequence[int] | None = None, *, poison: bool = True
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Operands of small integers, whose sums are exact, and the result.
+
+    Args:
+      sizes: group_sizes; None for random ones.
+      poison: puts NaN into the rows of no group, and into the scales (and zero points) of weights without rows.
+    """
+    one, rng = case_of(p.product), np.random.default_rng([seed, p.groups])
+    x = products.integers(one, 1 if p.dtype == E4M3 else 2, seed)
+    rest = random_sizes(p, rng) if sizes is None else [np.asarray(sizes, np.int32)]
+    rows = ragged_dots.group_rows(p.m, rest[0], int(rest[1][0]) if p.has_offset else 0, p.groups)
+    out, packed = np.zeros(p.out_shape), []
+    for i in range(p.groups):
+        q, weight = products.exact_weight(one, seed + i, one.operand)
+        out[rows[i]] = x[rows[i]] @ weight
+        w = prepack(q)
+        packed.append(
+            [np.asarray(leaf) for leaf in (w.words, w.scale, w.zero_point, w.channel_scale) if leaf is not None]
+        )
+    leaves = [np.stack(each) for each in zip(*packed, strict=True)]
+    if poison:
+        free = np.ones(p.m, bool)
+        for i, of in enumerate(rows):
+            free[of] = False
+            if of.start == of.stop:
+                for leaf in leaves[1:]:
+                    leaf[i] = np.nan
+        x[free] = np.nan
+    want = out.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    return [x.astype(jnp.dtype(p.dtype)), *leaves, *rest], want
