@@ -36,7 +36,7 @@ from tests.products import (
 
 pytestmark = pytest.mark.gpu
 
-FEW, SEVERAL = 2, 8  # configs of a case
+FEW, SEVERAL = 2, 5  # configs of a case
 
 
 def case(rows: int, k: int, features: int, *weight: Any, **types: Any) -> Case:
