@@ -93,9 +93,9 @@ class GemmaLayer(nnx.Module):
 
 
 class Model(nnx.Module):
-    def __init__(self, layer, tied, rngs):
+    def __init__(self, layer, tied, layers, rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, **DTYPES, rngs=rngs)
-        self.layers = nnx.List([layer(rngs) for _ in range(LAYERS)])
+        self.layers = nnx.List([layer(rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(WIDTH, **DTYPES, rngs=rngs)
         self.head = None if tied else nnx.Linear(WIDTH, VOCABULARY, use_bias=False, **DTYPES, rngs=rngs)
 

@@ -72,8 +72,8 @@ def test_layers_add_biases_and_promote_as_before(name: str, dtype: Any) -> None:
         packed = flax_linen.quantize(layer, variables, INT4, x)
         assert isinstance(packed["params"]["kernel"], PackedWeight)
         with flax_linen.intercept():
-            y = layer.apply(packed, x)
-        expected = layer.apply(dequantized(packed), x)
+            y = jax.jit(layer.apply)(packed, x)
+        expected = jax.jit(layer.apply)(dequantized(packed), x)
         assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
         assert relative(y, expected) <= (0.01 if dtype is not None else 1e-6)
 
@@ -88,8 +88,8 @@ def test_attention_runs_on_packed_weights() -> None:
         kernels = {name: layer["kernel"].contracted for name, layer in packed["params"].items()}
         assert kernels == {"query": (0,), "key": (0,), "value": (0,), "out": (0, 1)}
         with flax_linen.intercept():
-            y = model.apply(packed, x)
-        assert relative(y, model.apply(dequantized(packed), x)) < 1e-5
+            y = jax.jit(model.apply)(packed, x)
+        assert relative(y, jax.jit(model.apply)(dequantized(packed), x)) < 1e-5
 
 
 def test_layers_that_are_not_packed_stay_as_they_are() -> None:
@@ -190,5 +190,5 @@ def test_layers_of_users_multiply_by_packed_weights() -> None:
             packed = {"params": jax_splitk.quantize_params(variables["params"], rules)}
             with flax_linen.intercept(), jax_splitk.intercept():
                 y, heads = jax.jit(model.apply)(packed, *arguments)
-            exact, of_heads = model.apply(dequantized(packed), *arguments)
+            exact, of_heads = jax.jit(model.apply)(dequantized(packed), *arguments)
             assert relative(y, exact) < 1e-5 and relative(heads, of_heads) < 1e-5
