@@ -37,7 +37,7 @@ A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", "8.0", 108)
 PROBLEM = next(case for case in cases.WGRAD_CASES if case.batch == 8 and case.in_channels == 64).problem()
 UNKNOWN = dataclasses.replace(PROBLEM, batch=9)  # to the shipped table: the cost model chooses
 GROUPED = next(case for case in cases.WGRAD_CASES if case.groups == 32).problem()
-THREES = dataclasses.replace(GROUPED, in_channels=96, out_channels=96)  # 3 channels a group
+WIDE = dataclasses.replace(GROUPED, in_channels=8320, out_channels=8320)  # 260 channels a group
 BATCH_GROUPED = dataclasses.replace(PROBLEM, batch_group_count=2)
 
 
@@ -54,7 +54,7 @@ def choose(problem: ConvWgradProblem, target: Target, **options: Any) -> Choice:
     (PROBLEM, A100, "xla"),
     (PROBLEM, TPU, "xla"),
     (GROUPED, DEFAULT_CUDA, "cutlass"),
-    (THREES, DEFAULT_CUDA, "xla"),
+    (WIDE, DEFAULT_CUDA, "xla"),
     (GROUPED, CPU, "host"),
     (BATCH_GROUPED, DEFAULT_CUDA, "xla"),
     (BATCH_GROUPED, CPU, "xla"),
@@ -80,7 +80,7 @@ def test_falling_back_says_why() -> None:
     )
     assert choose(PROBLEM, TPU).why == "no kernel for platform tpu"
     assert choose(BATCH_GROUPED, CPU).why == "wgrad_host: batch_group_count 2; accepted: 1"
-    assert "3 input and 3 output channels per group" in choose(THREES, DEFAULT_CUDA).why
+    assert "260 input and 260 output channels per group" in choose(WIDE, DEFAULT_CUDA).why
     assert choose(PROBLEM, CPU, implementation="xla").why == "implementation='xla' was asked for"
 
 
@@ -313,9 +313,9 @@ def test_a_fallback_that_costs_time_is_a_warning_once_for_each_reason(
         assert levels(other, undivided="odd") == ["INFO"]
         assert levels(other, undivided="even") == ["WARNING"]
         # No warning if no kernel would serve, or if XLA is the better choice.
-        for problem, target in ((double, DEFAULT_CUDA), (THREES, DEFAULT_CUDA), (PROBLEM, A100), (UNKNOWN, CPU)):
+        for problem, target in ((double, DEFAULT_CUDA), (WIDE, DEFAULT_CUDA), (PROBLEM, A100), (UNKNOWN, CPU)):
             assert levels(problem, target, undivided="other") == ["INFO"]
-        assert levels(THREES) == levels(PROBLEM, A100) == ["INFO"]
+        assert levels(WIDE) == levels(PROBLEM, A100) == ["INFO"]
         monkeypatch.setattr(compiler, "held", lambda source: None)
         monkeypatch.setattr(toolchain, "unavailable", lambda: "no compiler")
         assert levels(PROBLEM) == ["WARNING"]
