@@ -23,7 +23,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import problem_product
 from jax_splitk.quantized import formats
-from jax_splitk.tuning import entry, measure, select, store, tuner
+from jax_splitk.tuning import entry, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import problem_from_dict
 from jax_splitk.tuning.options import Options
