@@ -6,6 +6,7 @@ are dequantized, and `ragged_dot` multiplies with them: by its own kernels, wher
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,8 +107,16 @@ class QuantizedRaggedCall(Call):
 
     # ---- lowering ----------------------------------------------------------------------------------------------------
 
-    def grouped(self, problem: RaggedDotProblem, *operands: jax.Array) -> jax.Array:
-        """The forward product with dequantized weights, which `ragged_dot` computes."""
+    def grouped(self, sharding: Any) -> Callable[..., jax.Array]:
+        """The function of (problem, *operands) for the forward product with dequantized weights: `ragged_dot`, or lax's
+        product where the result has a `sharding` by explicit axes. JAX 0.12 cannot lower an operation of ours that is
+        partitioned inside of `auto_axes`."""
+        options = self.options.of_another_pass(implied=False)
+        if sharding is not None:
+            options = dataclasses.replace(options, implementation="xla")
+        return functools.partial(self._bind_grouped, options)
+
+    def _bind_grouped(self, options: Any, problem: RaggedDotProblem, *operands: jax.Array) -> jax.Array:
         call = RaggedDotCall(
             mode=problem.mode,
             groups=problem.groups,
@@ -117,16 +126,17 @@ class QuantizedRaggedCall(Call):
             out_dtype=problem.out_dtype,
             precision=problem.precision,
             batch=((), (), ()),
-            options=self.options.of_another_pass(implied=False),
+            options=options,
         )
         return call.bind(*operands)
 
     def in_lax(self, problem: Any, out: Any) -> Callable[..., jax.Array]:
-        del problem, out
+        del problem
+        grouped = self.grouped(None if out is None else _compat.explicit_sharding(out))
 
         def product(*operands: jax.Array) -> jax.Array:
             lhs, leaves, rest = reference.split(self.layout, self.has_zero, operands)
-            return reference.product(self.layout, lhs, leaves, rest, self.out_dtype, self.grouped)
+            return reference.product(self.layout, lhs, leaves, rest, self.out_dtype, grouped)
 
         return product
 

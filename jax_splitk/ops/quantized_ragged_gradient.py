@@ -29,14 +29,14 @@ def _jvp(primals: Sequence[Any], dots: Sequence[Any], *, call: QuantizedRaggedCa
     terms = [] if isinstance(lhs_dot, ad.Zero) else [call.bind(lhs_dot, *primals[1:])]
     moving = [i for i, dot in enumerate(of_weight) if dot is not None and not isinstance(dot, ad.Zero)]
     if moving:
-        tangent = _weight_term(call, moving)
+        sharding = _compat.explicit_sharding(jax.typeof(out))
+        automatic = _compat.over_auto_axes(_weight_term(call, moving, call.grouped(sharding)), sharding)
         given = [of_weight[i] for i in moving]
-        automatic = _compat.over_auto_axes(tangent, _compat.explicit_sharding(jax.typeof(out)))
         terms.append(automatic(*primals, *given))
     return out, tangents.summed(terms, out)
 
 
-def _weight_term(call: QuantizedRaggedCall, moving: Sequence[int]) -> Callable[..., jax.Array]:
+def _weight_term(call: QuantizedRaggedCall, moving: Sequence[int], grouped: Any) -> Callable[..., jax.Array]:
     """The result's tangent by those of some of scales (0), zero points (1) and channel scales (2), which follow the
     operands: lhs times the tangent of the dequantized weights, in float32."""
 
@@ -54,7 +54,7 @@ def _weight_term(call: QuantizedRaggedCall, moving: Sequence[int]) -> Callable[.
         total = rest[0].shape[0] if call.has_offset else 0
         sizes = (groups, lhs.shape[0], k, n)
         problem = RaggedDotProblem("forward", *sizes, "float32", "float32", "highest", total_groups=total)
-        return call.grouped(problem, lhs.astype(jnp.float32), weight, *rest).astype(call.out_dtype)
+        return grouped(problem, lhs.astype(jnp.float32), weight, *rest).astype(call.out_dtype)
 
     return term
 
@@ -64,14 +64,15 @@ def _transpose(ct: Any, lhs: Any, *others: Any, call: QuantizedRaggedCall) -> li
     none = [None] * len(others)
     if isinstance(ct, ad.Zero):
         return [None, *none]
-    dtype = lhs.aval.dtype
+    dtype, sharding = lhs.aval.dtype, _compat.explicit_sharding(lhs.aval)
+    grouped = call.grouped(sharding)
 
     def back(ct: jax.Array, *others: jax.Array) -> jax.Array:
         ct, leaves, rest = reference.split(call.layout, call.has_zero, (ct, *others))
-        found = reference.product(call.layout, ct, leaves, rest, widened(dtype), call.grouped, transposed=True)
+        found = reference.product(call.layout, ct, leaves, rest, widened(dtype), grouped, transposed=True)
         return to_cotangent(found, dtype)
 
-    automatic = _compat.over_auto_axes(back, _compat.explicit_sharding(lhs.aval))
+    automatic = _compat.over_auto_axes(back, sharding)
     with jax.named_scope("lhs_gradient"):
         return [automatic(ct, *others), *none]
 
