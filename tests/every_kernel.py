@@ -592,6 +592,7 @@ def _tiled() -> Iterator[Run]:
         (dataclasses.replace(plain, scale_dtype="float32"), 64, 32, 7),
         (dataclasses.replace(plain, rows=150), 128, 32, 4),
         (zero, 128, 32, 2),
+        (products.Case(33, 1024, 100, "uint4", 128, "bfloat16"), 64, 32, 3),  # stages are filled again
         (channel, 64, 64, 5),
         (dataclasses.replace(plain, out_dtype="float32", features=260), 256, 16, 3),
         (products.Case(9, 320, 70, E4M3, 32, None, "float32", E4M3), 64, 16, 3),

@@ -57,7 +57,7 @@ struct Reader : Consumer {
   // Once for every stage, which all lanes have read.
   __device__ void release() const {
     // Products wait for what was loaded before them; sums of x are loaded after the stage's products.
-    if constexpr (EXPERTS && SUM_ROWS > 0) fence_async_shared();
+    if constexpr (SUM_ROWS > 0) fence_async_shared();
     __syncwarp();
     arrive_if(leads, released);
   }
