@@ -189,22 +189,28 @@ class QuantizedMatmulProblem:
         return self.k * self.features * self.bits // 8 + sum(nbytes(*array) for array in arrays)
 
     def __str__(self) -> str:
+        x, w = f"{self.rows}x{self.contracted}", f"{self.k}x{self.features}"
+        return f"{self.op} {self.x_dtype}->{self.out_dtype} x {x} w {w} {self.weight}"
+
+    @property
+    def weight(self) -> str:
+        """What the weight is made of."""
         packed = "" if self.layout else "unpacked "
         zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
         channel = "" if self.channel_dtype == "none" else f" channel {self.channel_dtype}"
-        x, w = f"{self.rows}x{self.contracted}", f"{self.k}x{self.features}"
-        return (
-            f"{self.op} {self.x_dtype}->{self.out_dtype} x {x} w {w} "
-            f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}"
-        )
+        return f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}"
+
+    @property
+    def brief_weight(self) -> str:
+        """The weight's format, and zero points."""
+        zero = "" if self.zero_dtype == "none" else " with zero points"
+        return f"{self.qtype} by {self.group_size}{zero}"
 
     @property
     def brief(self) -> str:
         """Rows, k and features, and what the weight is made of."""
-        zero = "" if self.zero_dtype == "none" else " with zero points"
-        weight = f"{self.qtype} by {self.group_size}{zero}"
         dtypes = brief_dtypes(self.x_dtype, self.out_dtype)
-        return f"{self.op} {self.rows}, {self.contracted} -> {self.m}, {weight}, {dtypes}"
+        return f"{self.op} {self.rows}, {self.contracted} -> {self.m}, {self.brief_weight}, {dtypes}"
 
 
 def _ceil(value: int, step: int) -> int:

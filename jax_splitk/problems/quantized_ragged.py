@@ -132,19 +132,14 @@ class QuantizedRaggedDotProblem:
         return rows + min(self.groups, p.rows) * weight + sizes + nbytes(self.out_shape, self.out_dtype)
 
     def __str__(self) -> str:
-        packed = "" if self.layout else "unpacked "
-        zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
-        channel = "" if self.channel_dtype == "none" else f" channel {self.channel_dtype}"
         of = f" of {self.total_groups}" if self.has_offset else ""
         return (
             f"quantized_ragged_dot {self.dtype}->{self.out_dtype} {self.m}x{self.k}x{self.n} {self.groups}{of} groups "
-            f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}"
+            f"{self.product.weight}"
         )
 
     @property
     def brief(self) -> str:
         """Rows, k, n and groups, and what the weights are made of."""
-        zero = "" if self.zero_dtype == "none" else " with zero points"
-        weight = f"{self.qtype} by {self.group_size}{zero}"
-        dtypes = brief_dtypes(self.dtype, self.out_dtype)
+        weight, dtypes = self.product.brief_weight, brief_dtypes(self.dtype, self.out_dtype)
         return f"quantized_ragged_dot {self.m} x {self.k} x {self.n}, {self.groups} groups, {weight}, {dtypes}"
