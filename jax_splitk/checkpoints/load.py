@@ -131,12 +131,14 @@ def load_checkpoint(path: str | os.PathLike[str], *, pack: bool = False, format:
     | GPTQ, 4 or 8 bits, version 1 and 2 | int4 or int8; with zero points uint4 | AutoGPTQ, GPTQModel |
     | AWQ (gemm) | int4; with zero points uint4 | AutoAWQ |
     | compressed-tensors: pack-, int-, float- and mxfp8-quantized | int4, int8, float8_e4m3fn | compressed-tensors |
-    | bitsandbytes nf4, also double quantized | nf4 | bitsandbytes, but for its table of nf4 (0.14% of the rms) |
-    | MXFP4: gpt-oss, mxfp4-pack-quantized | float4_e2m1fn, groups of 32, bfloat16 scales | Transformers |
-    | NVFP4: nvfp4-pack-quantized, ModelOpt | float4_e2m1fn, groups of 16, float32 scales | either library |
+    | bitsandbytes nf4, also double quantized | nf4 | bitsandbytes |
+    | MXFP4: gpt-oss, mxfp4-pack-quantized | float4_e2m1fn, groups of 32, scales of E8M0 | Transformers |
+    | NVFP4: nvfp4-pack-quantized, ModelOpt | float4_e2m1fn, groups of 16, scales of e4m3 | either library |
     | fp8: blocks (DeepSeek), one scale a feature or a weight | float8_e4m3fn | either library |
 
-    The values are equal bit for bit: `dequantize(weight, dtype)` rounds as the library does.
+    The values are equal bit for bit: `dequantize(weight, dtype)` rounds as the library does. One exception:
+    compressed-tensors divides by NVFP4's global scale, which is multiplied by its reciprocal here, so a float32 value may
+    be two units in the last place away.
 
     A product is `x @ weight`. Act-order (GPTQ's `desc_act`): the value is a PermutedWeight, which has the order of x's
     features.

@@ -92,6 +92,8 @@ KNOWN: dict[Option, str] = {
     Option("ragged_m", "tile_m", 256): "nine layers were timed so far",
     Option("ragged_k", "swap", None): "a field of both families of grouped products; of this one it has one value",
     Option("dgrad_gather"): "no input gradient of odd channels was timed so far",
+    Option("quantized_transposed"): "no gradient of activations was timed so far",
+    Option("quantized_experts"): "no grouped product with packed weights was timed so far",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }
