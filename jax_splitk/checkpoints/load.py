@@ -137,8 +137,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, pack: bool = False, format:
     | fp8: blocks (DeepSeek), one scale a feature or a weight | float8_e4m3fn | either library |
 
     The values are equal bit for bit: `dequantize(weight, dtype)` rounds as the library does. One exception:
-    compressed-tensors divides by NVFP4's global scale, which is multiplied by its reciprocal here, so a float32 value may
-    be two units in the last place away.
+    compressed-tensors divides by NVFP4's global scale. Here its reciprocal is a factor, so a float32 value may be two
+    units in the last place away.
 
     A product is `x @ weight`. Act-order (GPTQ's `desc_act`): the value is a PermutedWeight, which has the order of x's
     features.
