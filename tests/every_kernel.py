@@ -499,6 +499,7 @@ def _stems() -> Iterator[Run]:
             ((9, 11), (3, 2), (3, 5), {"padding": 1, "stride": 2, "batch": 3, "dtype": HALF}, (2, 1, 16, 2, 8, 8, 3)),
             ((40,), (5,), (1, 20), {"padding": 2, "rhs_dilation": 2, **half}, (2, 1, 32, 1, 1, 128, 3)),
             ((4, 5, 6), (2, 3, 3), (22, 9), {"padding": 1}, (2, 2, 32, 1, 8, 8, 3)),
+            ((11, 6), (2, 3), (7, 11), {"padding": ((1, 0), (2, 1)), "rhs_dilation": (2, 1)}, (2, 1, 16, 1, 8, 8, 3)),
         ),
     ):  # fmt: skip
         yield Run(family, conv_of(kind, size, kernel, channels, **changes), conv_gather.Config(*config))

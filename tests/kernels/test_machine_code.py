@@ -520,7 +520,8 @@ def test_the_sources_are_few_and_of_every_type() -> None:
     assert {family.name for family in FAMILIES} == {sample.family.name for found in chosen.values() for sample in found}
 
     def values(file: str, field: str) -> set[str]:
-        return {str(getattr(sample.problem, field)) for sample in chosen[file]}
+        problems = [sample.problem for sample in chosen[file]]
+        return {str(getattr(getattr(problem, "product", problem), field)) for problem in problems}
 
     for file in CODE:
         outs = {"bfloat16", "float16"} | ({"float32"} if file != "quantized/fp8.cu" else set())
