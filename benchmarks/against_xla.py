@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -102,8 +101,7 @@ class Benchmark:
         """The command; its exit status."""
         options = self._arguments(argv)
         try:
-            names = [name for part in options.cases for name in part.split(",") if name]
-            selected = find(names, self.cases, self.groups)
+            selected = find(options.cases, self.cases, self.groups)
         except ValueError as error:
             print(error, file=sys.stderr)
             raise SystemExit(2) from None
@@ -121,9 +119,7 @@ class Benchmark:
             rates = f"matrix product {found.flops * 1e-12:.0f} TFLOP/s, copy {found.bytes * 1e-12:.2f} TB/s"
             say(f"in the same run: {rates}")
         say(report.regret_line(results))
-        for name, what in failures.items():
-            say(f"failed: {name}: {what.splitlines()[-1]}")
-        return 1 if failures else 0
+        return report.say_failures(failures)
 
     def _arguments(self, argv: Sequence[str] | None) -> argparse.Namespace:
         about = f"{self.about}: jax_splitk and XLA."
@@ -136,23 +132,20 @@ class Benchmark:
         return parser.parse_args(argv)
 
     def _run_all(self, cases: Sequence[Any], options: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
-        """Runs all cases. Returns the results, and the errors by case. The report is written after every case, so that
-        a run that is cut short loses nothing."""
+        """Runs all cases. Returns the results, and the errors by case."""
         implementation = None if options.implementation == "auto" else options.implementation
-        results: list[Any] = []
-        failures: dict[str, str] = {}
-        for case in report.progress(cases):
-            try:
-                results.append(self.run(case, implementation, options.quick))
-                say(f"{results[-1].line()} | XLA {results[-1].xla.us:.1f} us | {results[-1].speedup:.2f}x XLA")
-                if results[-1].wrong is not None:
-                    failures[case.name] = results[-1].wrong
-            except Exception as error:  # continue with the other cases
-                failures[case.name] = traceback.format_exc()
-                say(report.failed_line(case.name, error))
+
+        def save(results: Sequence[Any], failures: Mapping[str, str]) -> None:
             if options.json:
                 report.write(options.json, self._report(options, results, failures))
-        return results, failures
+
+        return report.run_all(
+            cases,
+            lambda case: self.run(case, implementation, options.quick),
+            lambda result: f"{result.line()} | XLA {result.xla.us:.1f} us | {result.speedup:.2f}x XLA",
+            save,
+            lambda result: result.wrong,
+        )
 
     def _report(
         self, options: argparse.Namespace, results: Sequence[Any], failures: Mapping[str, str]

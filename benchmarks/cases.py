@@ -217,12 +217,14 @@ def find(
     among: Sequence[Any] = WGRAD_CASES,
     groups: Callable[[Any], Iterable[str]] = lambda case: case.tags,
 ) -> list[Any]:
-    """The cases with a name or a group among `selectors`, in the table's order; without selectors, all cases.
+    """The cases with a name or a group among `selectors`, in the table's order; without selectors, all cases. One
+    selector may be several, separated by commas.
 
     Raises:
       ValueError: a selector is neither a name nor a group.
     """
-    wanted, known = set(selectors), dict.fromkeys(group for case in among for group in groups(case))
+    wanted = {name for part in selectors for name in part.split(",") if name}
+    known = dict.fromkeys(group for case in among for group in groups(case))
     if unknown := sorted(wanted - {case.name for case in among} - set(known)):
         raise ValueError(f"cases={', '.join(unknown)}; accepted: {', '.join([*known, 'the names that --list prints'])}")
     return [case for case in among if not wanted or wanted & {case.name, *groups(case)}]

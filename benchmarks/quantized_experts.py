@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import math
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -244,8 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     options = arguments(argv)
     try:
-        names = [name for part in options.cases for name in part.split(",") if name]
-        selected = find(names, CASES, lambda case: case.groups)
+        selected = find(options.cases, CASES, lambda case: case.groups)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -254,22 +252,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.quick and not on_gpu():
         selected = [case.shrunk() for case in selected]
-    results: list[Result] = []
-    failures: dict[str, str] = {}
-    for case in report.progress(selected):
-        try:
-            results.append(run(case, options))
-            say(results[-1].line())
-        except Exception as problem:  # continue with the other cases
-            failures[case.name] = traceback.format_exc()
-            say(report.failed_line(case.name, problem))
-        if options.json:  # after every case, so that a run that is cut short loses nothing
+
+    def save(results: Sequence[Result], failures: Mapping[str, str]) -> None:
+        if options.json:
             report.write(options.json, whole_report(options, results, failures))
+
+    results, failures = report.run_all(selected, lambda case: run(case, options), Result.line, save)
     if results:
         say("\n" + table(results) + "\n")
-    for name, what in failures.items():
-        say(f"failed: {name}: {what.splitlines()[-1]}")
-    return 1 if failures else 0
+    return report.say_failures(failures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import itertools
 import math
 import statistics
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -296,8 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     options = arguments(argv)
     try:
-        names = [name for part in options.cases for name in part.split(",") if name]
-        selected = find(names, CASES, lambda case: case.groups)
+        selected = find(options.cases, CASES, lambda case: case.groups)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -309,26 +307,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick and not on_gpu():
         selected = [case.shrunk() for case in selected]
     torch = torch_or_none() if "torch" in options.against else None
-    results: list[Result] = []
-    failures: dict[str, str] = {}
-    for case in report.progress(selected):
-        try:
-            results.append(run(case, options, torch))
-            say(line(results[-1]))
-        except Exception as problem:  # continue with the other cases
-            failures[case.name] = traceback.format_exc()
-            say(report.failed_line(case.name, problem))
-        if options.json:  # after every case, so that a run that is cut short loses nothing
+
+    def save(results: Sequence[Result], failures: Mapping[str, str]) -> None:
+        if options.json:
             report.write(options.json, whole_report(options, results, failures))
+
+    results, failures = report.run_all(selected, lambda case: run(case, options, torch), line, save)
     if results:
         say("\n" + table(results) + "\n")
     for which, means in summary(results).items():
         said = ", ".join(f"{name} {rate(mean)}" for name, mean in means.items())
         say(f"geometric means, training, {which}: {said}")
     say(report.regret_line(results))
-    for name, what in failures.items():
-        say(f"failed: {name}: {what.splitlines()[-1]}")
-    return 1 if failures else 0
+    return report.say_failures(failures)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -113,6 +114,37 @@ def regret_line(results: Sequence[Any]) -> str:
 def failed_line(name: str, error: Exception) -> str:
     """The line of a case that raised an error."""
     return f" > {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def run_all(
+    cases: Sequence[Any],
+    run: Callable[[Any], _T],
+    line: Callable[[_T], str],
+    save: Callable[[Sequence[_T], Mapping[str, str]], None],
+    wrong: Callable[[_T], str | None] = lambda result: None,
+) -> tuple[list[_T], dict[str, str]]:
+    """Runs all cases, and prints a line for each. Returns the results, and by case the errors and what is wrong with
+    its result. `save` is called after every case, so that a run that is cut short loses nothing."""
+    results: list[_T] = []
+    failures: dict[str, str] = {}
+    for case in progress(cases):
+        try:
+            results.append(run(case))
+            say(line(results[-1]))
+            if (reason := wrong(results[-1])) is not None:
+                failures[case.name] = reason
+        except Exception as error:  # continue with the other cases
+            failures[case.name] = traceback.format_exc()
+            say(failed_line(case.name, error))
+        save(results, failures)
+    return results, failures
+
+
+def say_failures(failures: Mapping[str, str]) -> int:
+    """Prints the cases that failed. Returns the command's exit status."""
+    for name, what in failures.items():
+        say(f"failed: {name}: {what.splitlines()[-1]}")
+    return 1 if failures else 0
 
 
 def progress(selected: Sequence[_T]) -> Iterator[_T]:
