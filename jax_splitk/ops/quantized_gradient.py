@@ -23,7 +23,7 @@ from jax_splitk.ops.quantized_primitive import (
     quantized_matmul_p,
     quantized_transposed_p,
 )
-from jax_splitk.ops.tangents import summed
+from jax_splitk.ops.tangents import by_some, summed
 from jax_splitk.problems import quantized_reference as reference
 from jax_splitk.problems.quantized_matmul import X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.problems.quantized_reference import Layout, Leaves, leaves_of
@@ -125,14 +125,7 @@ def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Weigh
     (*given, dot), (*given_dots, dot_dot) = primals, tangents
     out = call.bind(*primals)
     terms = [] if isinstance(dot_dot, ad.Zero) else [call.bind(*given, dot_dot)]
-    asked = [i for i, tangent in enumerate(given_dots) if not isinstance(tangent, ad.Zero)]
-    if asked:
-
-        def of(*some: jax.Array) -> jax.Array:
-            changed = dict(zip(asked, some, strict=True))
-            return _tangent(*[changed.get(i, operand) for i, operand in enumerate(given)], dot, call=call)
-
-        terms.append(jax.jvp(of, tuple(given[i] for i in asked), tuple(given_dots[i] for i in asked))[1])
+    terms += by_some(lambda *operands: _tangent(*operands, dot, call=call), given, given_dots)
     return out, summed(terms, out)
 
 
@@ -236,18 +229,10 @@ def _transposed_in_lax(x: jax.Array, *leaves: jax.Array, call: QuantizedCall) ->
 
 
 def _transposed_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall) -> tuple[jax.Array, Any]:
-    (x, *leaves), (x_dot, *dots) = primals, tangents
+    (x, values, *parts), (x_dot, _, *dots) = primals, tangents
     out = call.bind(*primals)
-    terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
-    asked = [i for i, dot in enumerate(dots) if i > 0 and not isinstance(dot, ad.Zero)]
-    if asked:
-
-        def of(*some: jax.Array) -> jax.Array:
-            changed: dict[int, Any] = dict(zip(asked, some, strict=True))
-            every = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
-            return _transposed_in_lax(x, *every, call=call)
-
-        terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(dots[i] for i in asked))[1])
+    terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, values, *parts)]
+    terms += by_some(lambda *parts: _transposed_in_lax(x, values, *parts, call=call), parts, dots)
     return out, summed(terms, out)
 
 
@@ -289,16 +274,12 @@ def _by_second_jvp(pair: _Pair, primals: Any, tangents: Any) -> tuple[jax.Array,
     out = _by_second(pair, g, leaves, back_leaves)
     zero = jax.custom_derivatives.SymbolicZero
     terms = [] if isinstance(g_dot, zero) else [_by_second(pair, g_dot, leaves, back_leaves)]
-    asked = [i for i in range(1, len(leaves)) if not isinstance(leaves_dot[i], zero | None)]
-    if asked:
+    values, *parts = leaves
 
-        def of(*given: jax.Array) -> jax.Array:
-            changed = dict(zip(asked, given, strict=True))
-            values, *parts = (changed.get(i, leaf) for i, leaf in enumerate(leaves))
-            mixed: Any = (values, *parts)
-            return reference.product_transposed(pair.layout, g, mixed, pair.x_dtype)
+    def of_parts(*parts: Any) -> jax.Array:
+        return reference.product_transposed(pair.layout, g, (values, *parts), pair.x_dtype)  # pyright: ignore[reportArgumentType]
 
-        terms.append(jax.jvp(of, tuple(leaves[i] for i in asked), tuple(leaves_dot[i] for i in asked))[1])
+    terms += by_some(of_parts, parts, leaves_dot[1:])
     return out, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(out)
 
 

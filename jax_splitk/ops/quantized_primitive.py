@@ -46,39 +46,29 @@ class QuantizedCall(Call):
     def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
         """The problem of the product with one weight, also where there is a batch of them."""
         layout = self.layout
-        x, (_, scale, zero_point, channel_scale) = avals[0], leaves_of(layout, avals[1:])
+        x = avals[0]
         return self.problem_type(
             rows=_compat.static_or_symbolic(x.shape[-2]),
             k=layout.shape[0],
             features=layout.shape[1],
             x_dtype=x.dtype.name,
             out_dtype=self.out_dtype,
-            qtype=layout.qtype,
-            group_size=layout.group_size,
-            scale_dtype=scale.dtype.name,
-            zero_dtype="none" if zero_point is None else zero_point.dtype.name,
-            layout=int(layout.version or 0),
-            channel_dtype="none" if channel_scale is None else channel_scale.dtype.name,
+            **layout.fields(leaves_of(layout, avals[1:])),
         )
 
     def rule(self, avals: Sequence[Any]) -> Rule | str:
         """A product is divided over rows of x, and over features and k into parts that packing allows."""
         layout = self.layout
-        x, (_, scale, zero_point, channel_scale) = avals[0], leaves_of(layout, avals[1:])
+        x = avals[0]
         batch = tuple(f"weight{i}" for i in range(x.ndim - 2))
         units = {**dict(zip(batch, x.shape, strict=False)), "rows": x.shape[-2]}
         if layout.version is None:  # XLA's in any case; explicit axes ask for the result's sharding
             units[self.kept] = self._size(self.kept)
-            words = groups = (*batch, "k", "features")
-            channels = (*batch, "channel", "features")
         else:
             units["k"], units["features"] = cuts(layout.shape, layout.group_size)
-            words = (*batch, "features", "k", "word")
-            channels = (*batch, "features", "channel", "lane")
-            groups = (*batch, "features", "k", "lane") if scale.shape[-2] > 1 else channels
-        more = [axes for axes, leaf in ((groups, zero_point), (channels, channel_scale)) if leaf is not None]
+        weight = weight_axes(layout, leaves_of(layout, avals[1:]), batch, "features")
         x_dims, out_dims = ((*batch, "rows", name) for name in (self.contracted, self.kept))
-        return Rule((x_dims, words, groups, *more), out_dims, units, self._divided)
+        return Rule((x_dims, *weight), out_dims, units, self._divided)
 
     def _size(self, name: str) -> int:
         """The size of a dimension of the weight."""
@@ -86,11 +76,7 @@ class QuantizedCall(Call):
 
     def _divided(self, parts: Mapping[str, int]) -> "QuantizedCall":
         """The call of one part."""
-        (k, features), group = self.layout.shape, self.layout.group_size
-        part = k // parts.get("k", 1)
-        shape = (part, features // parts.get("features", 1))
-        layout = dataclasses.replace(self.layout, shape=shape, group_size=part if group == k else group)
-        return dataclasses.replace(self, layout=layout)
+        return dataclasses.replace(self, layout=self.layout.divided(parts.get("k", 1), parts.get("features", 1)))
 
     def type_of(self, *avals: Any) -> Any:
         x = avals[0]
@@ -137,6 +123,21 @@ def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: 
     """x [n, k] @ w of the weight that `leaves` and `layout` describe."""
     call = QuantizedCall(layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
     return call.bind(x, *[leaf for leaf in leaves if leaf is not None])
+
+
+def weight_axes(layout: Layout, leaves: Leaves, before: tuple[str, ...], features: str) -> tuple[tuple[str, ...], ...]:
+    """The names of the axes of each leaf that a weight has, for a `Rule`: those of leading dimensions, "k", and that of
+    the features. The other names are axes that cannot be divided."""
+    _, scale, zero_point, channel_scale = leaves
+    if layout.version is None:
+        words = groups = (*before, "k", features)
+        channels = (*before, "channel", features)
+    else:
+        words = (*before, features, "k", "word")
+        channels = (*before, features, "channel", "lane")
+        groups = (*before, features, "k", "lane") if scale.shape[-2] > 1 else channels
+    more = [axes for axes, leaf in ((groups, zero_point), (channels, channel_scale)) if leaf is not None]
+    return words, groups, *more
 
 
 def over_batch(function: Callable[..., jax.Array], x: Any) -> Callable[..., jax.Array]:

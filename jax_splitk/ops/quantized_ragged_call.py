@@ -16,6 +16,7 @@ from jax import numpy as jnp
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
+from jax_splitk.ops.quantized_primitive import weight_axes
 from jax_splitk.ops.ragged_call import RaggedDotCall, local_groups
 from jax_splitk.problems import quantized_ragged_reference as reference
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
@@ -45,21 +46,16 @@ class QuantizedRaggedCall(Call):
     primitive = quantized_ragged_dot_p
 
     def problem(self, avals: Sequence[Any]) -> QuantizedRaggedDotProblem:
-        lhs, (words, scale, zero_point, channel_scale), rest = reference.split(self.layout, self.has_zero, avals)
+        lhs, leaves, rest = reference.split(self.layout, self.has_zero, avals)
         layout = self.layout
         return QuantizedRaggedDotProblem(
-            groups=_compat.static_or_symbolic(words.shape[0]),
+            groups=_compat.static_or_symbolic(leaves[0].shape[0]),
             m=_compat.static_or_symbolic(lhs.shape[0]),
             k=layout.shape[0],
             n=layout.shape[1],
             dtype=lhs.dtype.name,
             out_dtype=self.out_dtype,
-            qtype=layout.qtype,
-            group_size=layout.group_size,
-            scale_dtype=scale.dtype.name,
-            zero_dtype="none" if zero_point is None else zero_point.dtype.name,
-            layout=int(layout.version or 0),
-            channel_dtype="none" if channel_scale is None else channel_scale.dtype.name,
+            **layout.fields(leaves),
             total_groups=_compat.static_or_symbolic(rest[0].shape[0]) if self.has_offset else 0,
         )
 
@@ -73,20 +69,15 @@ class QuantizedRaggedCall(Call):
     def rule(self, avals: Sequence[Any]) -> Rule:
         """Rows, weights, features and k may be divided: rows and weights as in `ragged_dot`, features and k into parts
         that packing allows."""
-        lhs, (words, scale, zero_point, channel_scale), _ = reference.split(self.layout, self.has_zero, avals)
+        lhs, leaves, _ = reference.split(self.layout, self.has_zero, avals)
         layout = self.layout
-        units: dict[str, Any] = {"m": lhs.shape[0], "g": words.shape[0]}
+        units: dict[str, Any] = {"m": lhs.shape[0], "g": leaves[0].shape[0]}
         if layout.version is None:
             units["n"] = layout.shape[1]
-            of_words = of_groups = ("g", "k", "n")
-            of_channels = ("g", "channel", "n")
         else:
             units["k"], units["n"] = cuts(layout.shape, layout.group_size)
-            of_words = ("g", "n", "k", "word")
-            of_channels = ("g", "n", "channel", "lane")
-            of_groups = ("g", "n", "k", "lane") if scale.shape[-2] > 1 else of_channels
-        more = [axes for axes, leaf in ((of_groups, zero_point), (of_channels, channel_scale)) if leaf is not None]
-        operands = (("m", "k"), of_words, of_groups, *more, ("sizes",), *(("offset",),) * self.has_offset)
+        weight = weight_axes(layout, leaves, ("g",), "n")
+        operands = (("m", "k"), *weight, ("sizes",), *(("offset",),) * self.has_offset)
         divided: Any = self._divided
 
         def localized(
@@ -99,10 +90,7 @@ class QuantizedRaggedCall(Call):
         return Rule(operands, ("m", "n"), units, divided, localized=localized)
 
     def _divided(self, parts: Mapping[str, int]) -> "QuantizedRaggedCall":
-        (k, n), group = self.layout.shape, self.layout.group_size
-        part = k // parts.get("k", 1)
-        shape = (part, n // parts.get("n", 1))
-        layout = dataclasses.replace(self.layout, shape=shape, group_size=part if group == k else group)
+        layout = self.layout.divided(parts.get("k", 1), parts.get("n", 1))
         return dataclasses.replace(self, layout=layout, has_offset=self.has_offset or parts.get("g", 1) > 1)
 
     # ---- lowering ----------------------------------------------------------------------------------------------------

@@ -43,13 +43,12 @@ def _weight_term(call: QuantizedRaggedCall, moving: Sequence[int], grouped: Any)
     def term(*operands: jax.Array) -> jax.Array:
         given, moved = operands[: -len(moving)], operands[-len(moving) :]
         lhs, (values, *floats), rest = reference.split(call.layout, call.has_zero, given)
+        dots = dict(zip(moving, moved, strict=True))
 
-        def weights(*some: jax.Array) -> jax.Array:
-            changed = dict(zip(moving, some, strict=True))
-            leaves: Any = (values, *(changed.get(i, leaf) for i, leaf in enumerate(floats)))
-            return reference.dequantized(call.layout, leaves)
+        def weights(*floats: Any) -> jax.Array:
+            return reference.dequantized(call.layout, (values, *floats))  # pyright: ignore[reportArgumentType]
 
-        _, weight = jax.jvp(weights, tuple(floats[i] for i in moving), moved)
+        (weight,) = tangents.by_some(weights, floats, [dots.get(i) for i in range(len(floats))])
         groups, k, n = weight.shape
         total = rest[0].shape[0] if call.has_offset else 0
         sizes = (groups, lhs.shape[0], k, n)

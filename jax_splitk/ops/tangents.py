@@ -1,6 +1,6 @@
 """Forward-mode differentiation that operations share: the terms of a tangent, and their sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,20 @@ def bilinear(primals: Sequence[Any], tangents: Sequence[Any], *, call: Any) -> t
         if not isinstance(tangents[i], ad.Zero)
     ]
     return out, summed(terms, out)
+
+
+def by_some(function: Callable[..., jax.Array], operands: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+    """The tangent of function(*operands), as a list of one term; an empty list if no operand has a tangent."""
+    zero = ad.Zero | jax.custom_derivatives.SymbolicZero | None
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
+    if not moving:
+        return []
+
+    def of(*some: Any) -> jax.Array:
+        changed = dict(zip(moving, some, strict=True))
+        return function(*(changed.get(i, operand) for i, operand in enumerate(operands)))
+
+    return [jax.jvp(of, tuple(operands[i] for i in moving), tuple(tangents[i] for i in moving))[1]]
 
 
 def summed(terms: Sequence[jax.Array], out: jax.Array) -> Any:

@@ -29,6 +29,26 @@ class Layout:
     version: int | None  # of a PackedWeight's layout; None for a QuantizedArray
     channel: bool = False  # whether there are channel scales
 
+    def fields(self, leaves: "Leaves") -> dict[str, Any]:
+        """The fields of a problem that say what the weight is made of."""
+        _, scale, *more = leaves
+        zero_dtype, channel_dtype = ("none" if leaf is None else leaf.dtype.name for leaf in more)
+        return {
+            "qtype": self.qtype,
+            "group_size": self.group_size,
+            "scale_dtype": scale.dtype.name,
+            "zero_dtype": zero_dtype,
+            "layout": int(self.version or 0),
+            "channel_dtype": channel_dtype,
+        }
+
+    def divided(self, k_parts: int, feature_parts: int) -> "Layout":
+        """The layout of one of so many parts of equal size."""
+        (k, features), group = self.shape, self.group_size
+        part = k // k_parts
+        group = part if group == k else group
+        return dataclasses.replace(self, shape=(part, features // feature_parts), group_size=group)
+
 
 # Elements or words, scale, zero point, channel scale.
 Leaves = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
