@@ -13,14 +13,11 @@ from jax_splitk.kernels.base import host
 from jax_splitk.kernels.base.family import field_refusal
 from jax_splitk.kernels.base.host import HostFamily, Product
 from jax_splitk.kernels.base.named import NamedByFormat
+from jax_splitk.kernels.cpu.quantized import DECODING, MAX_ROW_BLOCK, MOST_ROWS
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.quantized import formats
-from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime.plan import HOST_EXPERTS_TARGET
 from jax_splitk.runtime.target import Target
-
-_MAX_ROW_BLOCK = 1024  # ffi/host_experts.cc has the same
-_MOST_ROWS = 128  # of a group, from which on XLA is faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +45,12 @@ class ExpertsHost(NamedByFormat, HostFamily[QuantizedRaggedDotProblem, Config]):
 
     def config_refusal(self, problem: QuantizedRaggedDotProblem, config: Config) -> str | None:
         splits = range(1, min(problem.product.k_tiles, host.MAX_SPLITS) + 1)
-        return field_refusal(config, splits=splits, row_block=range(1, _MAX_ROW_BLOCK + 1))
+        return field_refusal(config, splits=splits, row_block=range(1, MAX_ROW_BLOCK + 1))
 
     def why_xla_untuned(self, problem: QuantizedRaggedDotProblem) -> str | None:
         """Why XLA:CPU, which decodes all weights once for all rows, is as fast."""
-        if problem.rows > _MOST_ROWS * problem.groups:
-            return f"more than {_MOST_ROWS} rows for each weight; preferred up to that"
+        if problem.rows > MOST_ROWS * problem.groups:
+            return f"more than {MOST_ROWS} rows for each weight; preferred up to that"
         if problem.flops < 512:
             return "the problem is so small that the call itself takes most of the time"
         return None
@@ -64,9 +61,8 @@ class ExpertsHost(NamedByFormat, HostFamily[QuantizedRaggedDotProblem, Config]):
         return [config for config in configs if self.config_refusal(problem, config) is None]
 
     def _product(self, p: QuantizedRaggedDotProblem, config: Config, rows: int, groups: int, more: int) -> Product:
-        # Rows of lhs are plain; a column's values are decoded.
-        sizes, division = (rows, p.k, p.n, groups), (config.splits, TILE, config.row_block)
-        return Product(*sizes, *division, row_cost=0.02, column_cost=4.0, more_blocks=more)
+        sizes, division = (rows, p.k, p.n, groups), {"splits": config.splits, "row_block": config.row_block}
+        return Product(*sizes, **division, **DECODING, more_blocks=more)
 
     def product(self, problem: QuantizedRaggedDotProblem, config: Config) -> Product:
         """The product of all rows, with a last block for each group."""

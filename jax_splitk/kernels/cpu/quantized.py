@@ -19,7 +19,10 @@ from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET
 from jax_splitk.runtime.target import Target
 
-_MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc has the same
+MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc and ffi/host_experts.cc have the same
+MOST_ROWS = 128  # of a weight: with more, XLA is faster, which decodes all of it once for all rows
+# A task decodes tiles. Rows of x are plain; a column's values are decoded.
+DECODING: dict[str, Any] = {"depth": TILE, "row_cost": 0.02, "column_cost": 4.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +52,14 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
         most = min(problem.k_tiles, host.MAX_SPLITS)
         if not 1 <= config.splits <= most:
             return f"splits={config.splits} is outside 1..{most} (k / {TILE} rounded up, at most {host.MAX_SPLITS})."
-        if not 1 <= config.row_block <= _MAX_ROW_BLOCK:
-            return f"row_block={config.row_block} is outside 1..{_MAX_ROW_BLOCK}."
+        if not 1 <= config.row_block <= MAX_ROW_BLOCK:
+            return f"row_block={config.row_block} is outside 1..{MAX_ROW_BLOCK}."
         return None
 
     def why_xla_untuned(self, problem: QuantizedMatmulProblem) -> str | None:
         """XLA:CPU is faster with many rows: it decodes the whole weight once for all rows."""
-        if problem.rows > 128:
-            return f"rows={problem.rows} are faster on XLA:CPU; preferred up to 128"
+        if problem.rows > MOST_ROWS:
+            return f"rows={problem.rows} are faster on XLA:CPU; preferred up to {MOST_ROWS}"
         if problem.flops < 512:
             return "the problem is so small that the call itself takes most of the time"
         return None
@@ -69,9 +72,7 @@ class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
 
     def product(self, problem: QuantizedMatmulProblem, config: Config) -> Product:
         sizes = (problem.rows, problem.k, problem.features)
-        # Rows of x are plain; a column's values are decoded.
-        splits, rows = config.splits, config.row_block
-        return Product(*sizes, 1, splits, depth=TILE, row_block=rows, row_cost=0.02, column_cost=4.0)
+        return Product(*sizes, 1, config.splits, row_block=config.row_block, **DECODING)
 
     def attributes(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, Any]:
         return {

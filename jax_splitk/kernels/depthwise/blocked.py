@@ -113,9 +113,10 @@ def refusal(p: ConvProblem, channels: int) -> str | None:
         return f"the gradient of {p.in_channels} channels from {p.out_channels}; accepted: up to {_MAX_SUMMED} for each"
     if (count := math.prod(p.rhs_shape)) > INT32_MAX:
         return f"{count} weights; accepted: up to {INT32_MAX}"
-    multiples = [columns for columns in COLUMNS if columns % a.g.lhs_dilation[2] == 0]
+    up = a.g.lhs_dilation[2]
+    multiples = [columns for columns in COLUMNS if columns % up == 0]
     if not multiples:
-        return f"lhs_dilation {a.g.lhs_dilation[2]} along the last dimension; accepted: divisors of one of {COLUMNS}"
+        return f"lhs_dilation {up} along the filter's longest side; accepted: divisors of one of {COLUMNS}"
     return None if fitting(p, channels) else config_refusal(p, multiples[0], channels)
 
 

@@ -1,10 +1,10 @@
 """Kernel family: weight gradients of grouped convolutions with few channels per group, on Hopper by TMA tiles and
 mma.sync (device code: grouped/wgrad.cu, which defines unit, bundle, block, octet, strip, job and slice).
 
-A thread block computes all filter taps of one block of channels, with the sums in its registers, or those of a part of
-a long filter's columns. A 1D convolution is
-seen as a 2D one over images of height 1. Groups of any other width than `GROUP_CHANNELS` are padded to whole blocks: a
-TMA box begins at a multiple of 8 channels, and sums with channels of neighbouring groups are not stored.
+A thread block computes all filter taps of one block of channels, with the sums in its registers; of a long
+filter it computes a part of the columns. A 1D convolution is seen as a 2D one over images of height 1. Groups of any
+other width than `GROUP_CHANNELS` are padded to whole blocks: a TMA box begins at a multiple of 8 channels, and sums
+with channels of neighbouring groups are not stored.
 """
 
 import dataclasses
