@@ -1,6 +1,5 @@
 """A model of packed weights against the same model with the dequantized ones."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +9,6 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.quantized import PackedWeight
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _dequantized(weight: PackedWeight, dtype: Any) -> jax.Array:
-    return jax_splitk.dequantize(jax_splitk.unpack(weight), dtype)
-
-
-def dequantized(tree: Any, dtype: Any = None) -> Any:
-    """The tree with arrays in place of packed weights."""
-
-    def array(leaf: Any) -> Any:
-        return _dequantized(leaf, dtype) if isinstance(leaf, PackedWeight) else leaf
-
-    return jax.tree.map(array, tree, is_leaf=lambda x: isinstance(x, PackedWeight))
 
 
 def relative(y: Any, exact: Any) -> float:

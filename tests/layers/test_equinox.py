@@ -9,8 +9,9 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
+from benchmarks.quantized_models import dequantized
 from jax_splitk.quantized import PackedWeight
-from tests.layers.compared import check_products, dequantized, relative
+from tests.layers.compared import check_products, relative
 from tests.problems import seeded
 from tests.training import fallen
 

@@ -1,5 +1,6 @@
 """Models and layers of Flax linen on packed weights."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ from flax import linen
 from jax import numpy as jnp
 
 import jax_splitk
+from benchmarks import language_models as models
+from benchmarks.quantized_models import dequantized
 from jax_splitk.layers import flax_linen
 from jax_splitk.quantized import PackedWeight
-from tests.layers import models
-from tests.layers.compared import check_close, check_products, dequantized, filled, relative, tokens
+from tests.layers.compared import check_close, check_products, filled, relative, tokens
 from tests.problems import seeded
 
 INT4 = jax_splitk.QuantizationRule("kernel$", "int4", group_size=32)
@@ -23,10 +25,10 @@ def variables_of(model: linen.Module, x: Any, rng: np.random.Generator) -> Any:
 
 
 @pytest.mark.parametrize(("name", "remat"), [("llama", False), ("qwen", True), ("gemma", False)])
-def test_scanned_models_run_on_packed_weights(name: str, remat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scanned_models_run_on_packed_weights(name: str, remat: bool) -> None:
     _, layer, tied, products = models.MODELS[name]
     with seeded(0) as rng:
-        model, x = models.LinenModel(layer, tied, remat), tokens(rng)
+        model, x = models.LinenModel(layer, tied, models.SMALL, remat), tokens(rng)
         variables = variables_of(model, x, rng)
         packed = flax_linen.quantize(model, variables, INT4, x)  # the change of the user's code
         with flax_linen.intercept():  # and this
@@ -36,9 +38,8 @@ def test_scanned_models_run_on_packed_weights(name: str, remat: bool, monkeypatc
         assert stacked.stack == (4,)
         assert isinstance(packed["params"]["embed"]["embedding"], jax.Array)
         plain = jax.jit(model.apply)(dequantized(packed), x)
-        with monkeypatch.context() as patch:
-            patch.setitem(models.DTYPES, "dtype", jnp.float32)
-            exact = jax.jit(model.apply)(dequantized(packed, jnp.float32), x)
+        in_float32 = model.clone(size=dataclasses.replace(models.SMALL, dtype=jnp.float32))
+        exact = jax.jit(in_float32.apply)(dequantized(packed, jnp.float32), x)
         check_close(logits, plain, exact)
 
 

@@ -1,6 +1,7 @@
 """Models and layers of Flax nnx on packed weights."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,13 +13,15 @@ from flax import nnx
 from jax import numpy as jnp
 
 import jax_splitk
+from benchmarks import language_models as models
+from benchmarks.quantized_models import dequantized
 from jax_splitk.layers import flax_nnx
 from jax_splitk.quantized import PackedWeight
-from tests.layers import models
-from tests.layers.compared import check_close, check_products, dequantized, filled, relative, tokens
+from tests.layers.compared import check_close, check_products, filled, relative, tokens
 from tests.problems import seeded
 
 INT4 = jax_splitk.QuantizationRule("kernel$", "int4", group_size=32)
+TWO_LAYERS = dataclasses.replace(models.SMALL, layers=2)
 
 
 def made(rng: np.random.Generator, *args: Any, of: type = models.Model) -> Any:
@@ -37,9 +40,9 @@ def run(model: Any, x: Any) -> Any:
     return model(x)
 
 
-def check_model(of: type, args: Any, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_model(of: type, args: Any, size: models.Size, products: int) -> None:
     with seeded(0) as rng:
-        model, x = made(rng, *args, of=of), tokens(rng)
+        model, x = made(rng, *args, size, of=of), tokens(rng)
         before = nnx.state(model)
         flax_nnx.quantize(model, INT4)  # the change of the user's code
         graph, packed = nnx.split(model)
@@ -49,21 +52,21 @@ def check_model(of: type, args: Any, products: int, monkeypatch: pytest.MonkeyPa
         )
         report = jax_splitk.quantization_report(nnx.eval_shape(lambda: before), packed)
         assert report.bytes_before > 2 * report.bytes_after
-        plain = with_weights(of, args, dequantized(nnx.to_pure_dict(packed)))
-        with monkeypatch.context() as patch:
-            patch.setitem(models.DTYPES, "dtype", jnp.float32)
-            exact = run(with_weights(of, args, dequantized(nnx.to_pure_dict(packed), jnp.float32)), x)
+        plain = with_weights(of, (*args, size), dequantized(nnx.to_pure_dict(packed)))
+        in_float32 = (*args, dataclasses.replace(size, dtype=jnp.float32))
+        exact = run(with_weights(of, in_float32, dequantized(nnx.to_pure_dict(packed), jnp.float32)), x)
         check_close(run(model, x), run(plain, x), exact)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("qwen", 2), ("gemma", 2)])
-def test_models_run_on_packed_weights(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_run_on_packed_weights(name: str, layers: int) -> None:
     layer, _, tied, products = models.MODELS[name]
-    check_model(models.Model, (layer, tied, layers), layers * products + (not tied), monkeypatch)
+    size = dataclasses.replace(models.SMALL, layers=layers)
+    check_model(models.Model, (layer, tied), size, layers * products + (not tied))
 
 
-def test_a_scanned_stack_of_layers_runs_on_a_stack_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_model(models.ScannedModel, (models.GemmaLayer,), 5, monkeypatch)
+def test_a_scanned_stack_of_layers_runs_on_a_stack_of_weights() -> None:
+    check_model(models.ScannedModel, (models.GemmaLayer,), models.SMALL, 5)
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ def test_a_packed_kernel_that_is_set_by_hand_is_refused() -> None:
 
 def test_gradients_and_optimizers_of_params_leave_packed_kernels_alone() -> None:
     with seeded(3) as rng:
-        model = made(rng, models.QwenLayer, False, 2)
+        model = made(rng, models.QwenLayer, False, TWO_LAYERS)
         x = tokens(rng)
         flax_nnx.quantize(model, INT4)
         kernels = nnx.state(model, flax_nnx.PackedKernel)
@@ -233,7 +236,7 @@ def test_gradients_and_optimizers_of_params_leave_packed_kernels_alone() -> None
 
 
 def test_abstract_models_stay_abstract() -> None:
-    model = nnx.eval_shape(lambda: models.ScannedModel(models.QwenLayer, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: models.ScannedModel(models.QwenLayer, models.SMALL, nnx.Rngs(0)))
     flax_nnx.quantize(model, INT4)
     o = model.layers.o.kernel.get_raw_value()
     assert isinstance(o.words, jax.ShapeDtypeStruct)
@@ -241,7 +244,7 @@ def test_abstract_models_stay_abstract() -> None:
 
 
 def test_rules_choose_layers() -> None:
-    model = nnx.eval_shape(lambda: models.Model(models.LlamaLayer, False, 2, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: models.Model(models.LlamaLayer, False, TWO_LAYERS, nnx.Rngs(0)))
     rules = [
         jax_splitk.QuantizationRule("head", None),
         jax_splitk.QuantizationRule(r"layers/\d/(q|k)/", "nf4", group_size=64),

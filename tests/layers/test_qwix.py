@@ -1,5 +1,6 @@
 """qwix's post-training quantization and adapters with packed weights."""
 
+import dataclasses
 import logging
 import re
 from typing import Any
@@ -12,7 +13,7 @@ from flax import linen, nnx
 from jax import numpy as jnp
 
 import jax_splitk
-from tests.layers import models
+from benchmarks import language_models as models
 from tests.layers.compared import check_products, filled, relative, tokens
 from tests.problems import seeded
 
@@ -22,6 +23,7 @@ from jax_splitk.layers import qwix as packed  # noqa: E402 - needs qwix
 # qwix 0.1.8 uses names that flax 0.12 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+TWO_LAYERS = dataclasses.replace(models.SMALL, layers=2)
 RULE = {"module_path": "layers.*|head", "weight_qtype": "int4", "tile_size": 32}
 
 
@@ -29,7 +31,7 @@ def test_models_of_nnx() -> None:
     """Kernels of two and three dimensions; against qwix's own products of the same rules."""
     with seeded(0) as rng:
         x = tokens(rng)
-        plain = nnx.eval_shape(lambda: models.Model(models.QwenLayer, False, 2, nnx.Rngs(0)))
+        plain = nnx.eval_shape(lambda: models.Model(models.QwenLayer, False, TWO_LAYERS, nnx.Rngs(0)))
         graph, shapes = nnx.split(plain)
         plain = nnx.merge(graph, filled(shapes, rng))
 
@@ -51,7 +53,7 @@ def test_models_of_nnx() -> None:
 def test_scanned_models_of_linen() -> None:
     """Einsums. qwix's own `quantize_params` refuses a scan."""
     with seeded(1) as rng:
-        x, model = tokens(rng), models.LinenModel(models.LinenGemmaLayer, True)
+        x, model = tokens(rng), models.LinenModel(models.LinenGemmaLayer, True, models.SMALL)
         params = filled(jax.eval_shape(model.init, jax.random.key(0), x), rng)["params"]
         ours = qwix.quantize_model(model, packed.PtqProvider([qwix.QuantizationRule(**RULE)]))
         abstract = jax.eval_shape(ours.init, jax.random.key(0), x)["params"]
