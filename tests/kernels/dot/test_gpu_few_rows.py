@@ -81,8 +81,8 @@ def random_problem(rng: np.random.Generator) -> DotProblem:
     order, multiple = str(rng.choice(("bkn", "kbn", "bnk", "nbk"))), 8
     if dtype == E4M3:
         out, order, multiple = "bfloat16", "bnk", 16
-    sizes = [multiple * int(2 ** rng.uniform(0, 9)) for _ in "nk"]
-    return DotProblem(int(rng.integers(1, 4)), int(rng.integers(1, 65)), *sizes, "bmk", order, dtype, out)
+    n, k = (multiple * int(2 ** rng.uniform(0, 9)) for _ in "nk")
+    return DotProblem(int(rng.integers(1, 4)), int(rng.integers(1, 65)), n, k, "bmk", order, dtype, out)
 
 
 def random_runs() -> list[tuple[Family, DotProblem, Any]]:
@@ -136,5 +136,6 @@ def test_a_scan_reads_the_stack_in_place(transposed: bool) -> None:
             x, _ = layer(x, (up[i], down[i]))
         return x
 
-    np.testing.assert_array_equal(*(np.asarray(f(x, up, down), np.float32) for f in (scanned, jax.jit(unrolled))))
+    found, wanted = (np.asarray(f(x, up, down), np.float32) for f in (scanned, jax.jit(unrolled)))
+    np.testing.assert_array_equal(found, wanted)
     assert scanned.memory_analysis().temp_size_in_bytes < width * hidden * 2
