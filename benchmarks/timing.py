@@ -94,7 +94,12 @@ def _normals(key: jax.Array, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike
 
 
 def compare(
-    functions: Mapping[str, Function], input_sets: InputSets, rounds: int = 5, calls: int | None = None
+    functions: Mapping[str, Function],
+    input_sets: InputSets,
+    rounds: int = 5,
+    calls: int | None = None,
+    *,
+    wall: bool = False,
 ) -> dict[str, Timing]:
     """Times compiled functions of the same inputs against each other.
 
@@ -104,6 +109,7 @@ def compare(
       rounds: how often every function gets its turn; at least 1. One turn if a call takes over a second.
       calls: calls in a turn; None for about 20 ms of them, for each function: 10 to 200 on a GPU, 3 to 200 elsewhere, 1
         if a call takes over a second.
+      wall: whether to use the wall clock on a GPU, too: the time of queued calls, gaps between kernels included.
 
     Returns:
       A `Timing` for each function. If the profiler shows no kernels, all of them are timed by the wall clock.
@@ -122,7 +128,7 @@ def compare(
         _Turn(name, function, input_sets, calls or _calls_in_a_turn(seconds[name], 10 if on_gpu else 3))
         for name, function in functions.items()
     ]
-    if on_gpu:
+    if on_gpu and not wall:
         timings = _take_turns(turns, rounds, _device_round, "device")
         if timings is not None:
             return timings

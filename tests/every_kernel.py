@@ -12,7 +12,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import few_rows, halo, patch
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as dot_tma
 from jax_splitk.kernels.contraction import wgrad as im2col
@@ -533,6 +533,23 @@ def _dot() -> Iterator[Run]:
         yield Run(dot_tma.FAMILY, DotProblem(2, m, n, k, "bmk", "bkn", HALF, HALF, **after), config)
 
 
+def _few_rows() -> Iterator[Run]:
+    """1 to 64 rows, both orders of the weight, and sizes that no tile divides."""
+    after = {"bias": "n", "bias_dtype": "float32", "activation": "relu", "residual_dtype": HALF}
+    for sizes, dtypes, config, changes in (
+        ((1, 1, 136, 520), ("bmk", "bkn", "bfloat16", "bfloat16"), (64, 8, 3, 2), {}),
+        ((1, 7, 200, 1032), ("bmk", "bnk", HALF, "float32"), (128, 8, 4, 8), {}),
+        ((2, 16, 256, 640), ("mbk", "kbn", "bfloat16", "float32"), (256, 16, 2, 3), {}),
+        ((1, 33, 72, 200), ("bmk", "nbk", "bfloat16", HALF), (64, 64, 4), {}),
+        ((1, 64, 320, 456), ("bmk", "bkn", HALF, HALF), (128, 64, 4, 5), after),
+        ((3, 20, 130, 1040), ("bmk", "bnk", E4M3, "bfloat16"), (128, 32, 3, 4), {}),
+    ):
+        yield Run(few_rows.FAMILY, DotProblem(*sizes, *dtypes, **changes), few_rows.Config(*config))
+    # Sums of 256, 256 and 17 stages.
+    long = DotProblem(1, 3, 24, 64 * 528 + 8, "bmk", "bkn", "bfloat16", "float32")
+    yield Run(few_rows.FAMILY, long, few_rows.Config(64, 8, 16))
+
+
 # ---- products with quantized weights -------------------------------------------------------------------------------
 
 
@@ -738,7 +755,7 @@ RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
         *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
-        *(_dot(), _stream(), _fp8(), _tiled(), _transposed(), _ragged(), _experts()),
+        *(_dot(), _few_rows(), _stream(), _fp8(), _tiled(), _transposed(), _ragged(), _experts()),
     )
 )
 

@@ -14,7 +14,7 @@ _TARGETS = {"convForward": FORWARD, "convBias": FORWARD, "convBackwardInput": IN
 _TARGETS |= {"cublas": PRODUCT}
 # The pass of kernels, by parts of their names: names of cuDNN's kernels and ours contain the pass.
 _KERNELS = {"wgrad": WEIGHT, "dgrad": INPUT, "fprop": FORWARD, "gemm": PRODUCT, "nvjet": PRODUCT, "cublas": PRODUCT}
-_KERNELS |= dict.fromkeys(("dot_tma", "quantized_"), PRODUCT)
+_KERNELS |= dict.fromkeys(("dot_tma", "dot_few_rows", "quantized_"), PRODUCT)
 _CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="([^"]+)"', re.MULTILINE)
 
 

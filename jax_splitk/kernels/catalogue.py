@@ -5,7 +5,7 @@
 """
 
 from jax_splitk.kernels.base.family import Family
-from jax_splitk.kernels.contraction import halo, patch
+from jax_splitk.kernels.contraction import few_rows, halo, patch
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.contraction import wgrad as im2col
@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         patch.WGRAD,
         wgrad_host.FAMILY,
     ),
-    "dot_general": (tma.FAMILY, as_wgrad.HOST),
+    "dot_general": (tma.FAMILY, few_rows.FAMILY, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
     "quantized_matmul_transposed": (transposed.FAMILY,),
     "quantized_ragged_dot": (experts.FAMILY, experts_host.FAMILY),

@@ -116,6 +116,7 @@ def test_passes_of_kernels() -> None:
         "wgrad_im2col_reduce_splits": WEIGHT,
         "nvjet_sm90_tst_64x64": PRODUCT,
         "dot_tma_reduce": PRODUCT,
+        "dot_few_rows": PRODUCT,
         "fprop_im2col": FORWARD,
         "dgrad_toeplitz": INPUT,
         "quantized_stream_int4": PRODUCT,

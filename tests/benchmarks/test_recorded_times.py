@@ -93,6 +93,7 @@ KNOWN: dict[Option, str] = {
     Option("ragged_k", "swap", None): "a field of both families of grouped products; of this one it has one value",
     Option("dgrad_gather"): "no input gradient of odd channels was timed so far",
     Option("quantized_transposed"): "no gradient of activations was timed so far",
+    Option("dot_few_rows"): "no product of few rows was timed so far with it",
     Option("quantized_experts"): "no grouped product with packed weights was timed so far",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",

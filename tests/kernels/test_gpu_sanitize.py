@@ -72,6 +72,7 @@ def test_the_runs_reach_every_specialisation() -> None:
     passes = {"OUT": 3, "REDUCTION": 2, "AXES": 4, "PHASED": 2, "SWAP": 2, "PERSISTENT": 2}
     for name, counts in {
         "dot_tma": {"ELEMENT": 4, "OUT": 3, "REDUCTION": 3, "A_MN": 2, "B_MN": 2, "A_WHOLE": 2, "B_WHOLE": 2},
+        "dot_few_rows": {"OUT": 3, "W_MN": 2, "W_WHOLE": 2},
         "fprop_im2col": {**passes, "B_WHOLE": 2},
         "dgrad_im2col": {**passes, "ELEMENT": 3, "EMPTY": 2},
     }.items():

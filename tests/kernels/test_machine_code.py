@@ -254,6 +254,9 @@ CODE = {
     "contraction/products.cu": Code(
         _wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE PATCH", "TILE_M TILE_N SPLITS CTAS_PER_SM"
     ),
+    "contraction/few_rows.cu": Code(
+        _wgmma_tile, "ELEMENT OUT W_MN W_WHOLE TILE_N", "TILE_M SPLITS CTAS_PER_SM EPILOGUE"
+    ),
     "quantized/stream.cu": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
@@ -313,7 +316,13 @@ def first_layers() -> list[Problem]:
 def matrix_products() -> list[Problem]:
     """Products of every major and dtype, with long and short reductions."""
     rng = np.random.default_rng(1)
-    return [random_dot(rng) for _ in range(80)]
+    few = ((1, 4096, 14336), (16, 14336, 4096), (64, 4096, 1024), (33, 1000, 5128), (8, 136, 520))
+    types = itertools.product(("bfloat16", "float16"), ("bfloat16", "float32", "float16"), ("bkn", "bnk"))
+    rows = [
+        DotProblem(1, m, n, k, "bmk", order, dtype, out)
+        for (dtype, out, order), (m, n, k) in zip(types, itertools.cycle(few), strict=False)
+    ]
+    return [*rows, *(random_dot(rng) for _ in range(80))]
 
 
 def quantized_products() -> list[Problem]:

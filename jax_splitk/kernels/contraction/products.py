@@ -102,7 +102,31 @@ def _is_slight(problem: DotProblem) -> bool:
     return _floor_seconds(problem) < _SLIGHT_SECONDS and problem.k <= _SHORT_K
 
 
-def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
+def result_refusal(problem: DotProblem) -> str | None:
+    """Why kernels cannot compute a result and an epilogue of these dtypes; None if they can."""
+    p = problem
+    # The tensor cores keep too little of e4m3 products for float32.
+    outs = [dtype for dtype in split_k.OUT_CODES if dtype != "float32" or p.dtype != E4M3]
+    if p.out_dtype not in outs:
+        return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(outs)}"
+    for name in ("bias_dtype", "residual_dtype"):
+        if (dtype := getattr(p, name)) not in ("none", *split_k.OUT_CODES):
+            return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+    return None
+
+
+def alignment_refusal(problem: DotProblem) -> str | None:
+    """Why TMA cannot load the operands: the rows of one are no multiple of 16 bytes. None if it can."""
+    p = problem
+    multiple = 16 // jnp.dtype(p.dtype).itemsize
+    sizes = {"m": p.m, "n": p.n, "k": p.k}
+    for major in (p.lhs_order[-1], p.rhs_order[-1]):
+        if sizes[major] % multiple:
+            return f"{major}={sizes[major]}, which is contiguous; accepted: multiples of {multiple}"
+    return None
+
+
+def epilogue_macros(problem: DotProblem) -> dict[str, int]:
     """Macros of device/epilogue.cuh; none for a product without an epilogue."""
     if not problem.epilogue:
         return {}
@@ -113,6 +137,14 @@ def _epilogue_macros(problem: DotProblem) -> dict[str, int]:
         "ACTIVATION": ACTIVATION_CODES[problem.activation],
         "RESIDUAL_TYPE": split_k.OUT_CODES.get(problem.residual_dtype, -1),
     }
+
+
+def epilogue_params(problem: DotProblem) -> tuple[plan.Param, ...]:
+    """(bias, residual) of a kernel with an epilogue. A missing one is replaced by lhs, which is not read."""
+    if not problem.epilogue:
+        return ()
+    bias, residual = problem.bias != "none", problem.residual_dtype != "none"
+    return plan.Pointer(2 * bias), plan.Pointer((2 + bias) * residual)
 
 
 class Tma(TileFamily[DotProblem, Config]):
@@ -128,23 +160,15 @@ class Tma(TileFamily[DotProblem, Config]):
         p = problem
         if p.dtype not in ELEMENT_CODES:
             return f"dtype {p.dtype}; accepted: {', '.join(ELEMENT_CODES)}"
-        # The tensor cores keep too little of e4m3 products for float32.
-        outs = [dtype for dtype in split_k.OUT_CODES if dtype != "float32" or p.dtype != E4M3]
-        if p.out_dtype not in outs:
-            return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(outs)}"
-        for name in ("bias_dtype", "residual_dtype"):
-            if (dtype := getattr(p, name)) not in ("none", *split_k.OUT_CODES):
-                return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
+        if (reason := result_refusal(p)) is not None:
+            return reason
         majors = (p.lhs_order[-1], p.rhs_order[-1])
         if p.precision == "highest" and p.dtype == "float32":
             return "precision 'highest'; accepted: 'default', 'high'"
         if p.dtype in ("float32", E4M3) and majors != ("k", "k"):
             return f"{p.dtype} with {majors[0]} and {majors[1]} contiguous; accepted: k in both"
-        multiple = 16 // jnp.dtype(p.dtype).itemsize
-        sizes = {"m": p.m, "n": p.n, "k": p.k}
-        for major in majors:
-            if sizes[major] % multiple:
-                return f"{major}={sizes[major]}, which is contiguous; accepted: multiples of {multiple}"
+        if (reason := alignment_refusal(p)) is not None:
+            return reason
         if p.n % 4:
             return f"n={p.n}; accepted: multiples of 4"
         if (reason := _tf32_refusal(p)) is not None:
@@ -235,7 +259,7 @@ class Tma(TileFamily[DotProblem, Config]):
             "A_WHOLE": int(is_whole(problem.m)),
             "B_WHOLE": int(is_whole(problem.n)),
             "CHAIN": chained_stages(problem, config),
-            **_epilogue_macros(problem),
+            **epilogue_macros(problem),
         }
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
@@ -244,11 +268,7 @@ class Tma(TileFamily[DotProblem, Config]):
         return lhs, operand_map(1, p.dtype, p.rhs_shape, p.rhs_order, config.tile_n)
 
     def epilogue_params(self, problem: DotProblem) -> tuple[plan.Param, ...]:
-        """(bias, residual). A missing one is replaced by lhs, which is not read."""
-        if not problem.epilogue:
-            return ()
-        bias, residual = problem.bias != "none", problem.residual_dtype != "none"
-        return plan.Pointer(2 * bias), plan.Pointer((2 + bias) * residual)
+        return epilogue_params(problem)
 
 
 FAMILY = Tma(Config)
