@@ -7,9 +7,11 @@ from typing import Any
 
 from jax.extend import core
 
+from jax_splitk.kernels.base import cost_model
 from jax_splitk.ops import trace
 from jax_splitk.ops.decision import Decision, decision, impossible
 from jax_splitk.ops.explanation import Explanation
+from jax_splitk.ops.few_rows import copied_products, copy_bytes, options_of_copied
 from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.ops.lax_grouped import grouped_products
 from jax_splitk.ops.lax_products import dequantized_products
@@ -17,6 +19,7 @@ from jax_splitk.ops.lowering import choose, competes, only_xla, served
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.conv_passes import PASSES
 from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target, local_platform, target_for
@@ -26,6 +29,9 @@ from jax_splitk.tuning.select import is_silent, select
 
 # As JAX names what it lowers for.
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# The problems of operations that a caller does not name.
+_IMPLIED = (*PASSES, DotProblem)
 
 _NO_GRADIENT = (
     "This function has {} that no kernel of jax_splitk would compute faster, and no gradient of a weight, where "
@@ -43,7 +49,8 @@ def explain(
     """Says what computes each operation of `fn(*args, **kwargs)`, and why.
 
     For each pass of a convolution, each grouped product and each product with a quantized weight that is plain lax, it
-    says what jax_splitk would do, and the gain.
+    says what jax_splitk would do, and the gain. The same holds for each product of at most 64 rows in a loop whose
+    weight is a slice of a stack: XLA copies the slice first.
 
     Forward passes and input gradients that are lax's are left out, unless they were asked for by name: those for which
     no kernel competes, and those that are counted in `notes`, because XLA is faster.
@@ -90,7 +97,8 @@ def explain(
     found = {operation: _decision(operation, target, count) for operation, count in operations.items()}
     decisions, equations = [d for d in found.values() if d is not None], list(trace.equations(jaxpr))
     unrouted = routed(collections.Counter(left_to_lax(jaxpr)), target)
-    notes = about_silent(sum(count for operation, count in operations.items() if found[operation] is None))
+    silent = (op for op in operations if found[op] is None and isinstance(op.problem, ConvProblem))
+    notes = about_silent(sum(operations[op] for op in silent))
     names = ("conv_general_dilated", "conv_fprop")
     convolutions = sum(eqn.primitive.name in names for eqn in equations)
     if convolutions and not any(isinstance(d.problem, ConvProblem) for d in (*decisions, *unrouted)):
@@ -147,22 +155,36 @@ def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:
     yield from passes(equations)
     yield from grouped_products(equations)
     yield from dequantized_products(jaxpr)
+    yield from copied_products(jaxpr)
 
 
 def routed(problems: Mapping[Problem, int], target: Target) -> list[Decision]:
-    """The decisions if these problems were routed to jax_splitk. Implied passes are left out unless a kernel would
-    compute them."""
+    """The decisions if these problems were routed to jax_splitk. Implied passes, and products of a stack's slices, are
+    left out unless a kernel would compute them."""
     found: list[Decision | None] = []
     for problem, count in problems.items():
-        implied = isinstance(problem, PASSES)
+        implied = isinstance(problem, _IMPLIED)
         try:
             problem.validate()
         except ValueError as error:
             found.append(None if implied else impossible(problem, None, error, count))
         else:
             options = current().of_another_pass() if implied else current()
-            found.append(expected(problem, options, target, count))
-    return [d for d in found if d is not None and (d.family is not None or not isinstance(d.problem, PASSES))]
+            if isinstance(problem, DotProblem):
+                options = options_of_copied()
+            found.append(_with_copy(expected(problem, options, target, count), target))
+    return [d for d in found if d is not None and (d.family is not None or not isinstance(d.problem, _IMPLIED))]
+
+
+def _with_copy(shown: Decision | None, target: Target) -> Decision | None:
+    """The decision for a product of a stack's slice, with the copy of the slice in XLA's time; others as they are."""
+    if shown is None or shown.family is None or not isinstance(shown.problem, DotProblem):
+        return shown
+    rates = cost_model.rates(target.platform, target.device_kind)
+    copy_us = 1e6 * (rates.launch_seconds + copy_bytes(shown.problem) / rates.memory_bytes)
+    xla_us = None if shown.xla_us is None else shown.xla_us + copy_us
+    said = dataclasses.replace(shown, xla_us=xla_us, measured=False)
+    return _noted(said, f"XLA copies the weight out of its stack first, in about {copy_us:.0f} us")
 
 
 def expected(problem: Problem, options: Options, target: Target, count: int = 1) -> Decision | None:

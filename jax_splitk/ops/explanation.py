@@ -19,6 +19,8 @@ _HEADER = ("operation", "kernel", "us", "XLA us", "saved us", "because")
 _HOW = {
     "convolution": "To route convolutions: jax_splitk.conv_general_dilated in place of lax.conv_general_dilated, or "
     "the function traced inside `with jax_splitk.intercept():`.",
+    "dot_general": "To route products of few rows with a slice of a stack: the function traced inside "
+    "`with jax_splitk.intercept(few_rows=True):`, or jax_splitk.matmul(x, w, implementation='cutlass').",
     "quantized_matmul": "To route products: jax_splitk.quantized_matmul(x, w) for w = jax_splitk.prepack("
     "jax_splitk.quantize(...)), which is made once. For x @ w.T in a gradient: its argument transposed=.",
     "ragged_dot": "To route grouped products: jax_splitk.ragged_dot in place of lax.ragged_dot, or the function traced "
@@ -36,8 +38,9 @@ class Explanation:
       assumed: whether the device is assumed, since this machine has none.
       decisions: the function's jax_splitk operations.
       unrouted: lax's operations that jax_splitk could compute: weight gradients of convolutions, forward passes and
-        input gradients for which it has a kernel, grouped products, and products with a dequantized argument. The
-        decision is the one after routing the operation to jax_splitk, unless XLA's partitioner prevents it.
+        input gradients for which it has a kernel, grouped products, products with a dequantized argument, and products
+        of few rows whose weight XLA copies out of a stack, with the copy in XLA's time. The decision is the one after
+        routing the operation to jax_splitk, unless XLA's partitioner prevents it.
       notes: further remarks, one sentence each.
       verbose: whether `str()` shows configs, splits, workspaces and full reasons.
     """

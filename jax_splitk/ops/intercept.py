@@ -17,6 +17,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_splitk.ops import few_rows as few_row_products
 from jax_splitk.ops import quantized_numpy
 from jax_splitk.ops.conv import conv_general_dilated
 from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
@@ -44,9 +45,16 @@ _CALLERS = ("conv", "conv_with_general_padding", "conv_transpose")
 
 @dataclasses.dataclass(frozen=True)
 class _Route:
-    """How the convolutions of a block are computed."""
+    """How the convolutions and products of a block are computed.
+
+    Attributes:
+      few_rows: whether products of few rows in bodies of `lax.scan` are routed.
+      in_scan: whether the body of a scan is traced.
+    """
 
     compute_dtype: np.dtype | None = None
+    few_rows: bool = False
+    in_scan: bool = False
 
 
 # The route of the innermost block in this thread, None outside of all blocks. It is part of jit's cache key.
@@ -61,6 +69,7 @@ def intercept(
     compute_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
+    few_rows: bool | None = None,
 ) -> contextlib._GeneratorContextManager[None]: ...
 def intercept(
     function: Callable[..., Any] | None = None,
@@ -69,6 +78,7 @@ def intercept(
     compute_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
+    few_rows: bool | None = None,
 ) -> Any:
     """Makes convolutions and products of unchanged code jax_splitk's: in a block it replaces those of JAX.
 
@@ -82,7 +92,8 @@ def intercept(
 
     It acts on what this thread traces inside the block: calls of `jax.lax.conv_general_dilated`, `conv_transpose`,
     `conv_with_general_padding`, `conv`, `ragged_dot` and `ragged_dot_general`. `jax.numpy.einsum`, `dot`, `matmul`,
-    `tensordot` and `jax.lax.dot_general` take quantized weights, too; products of arrays stay JAX's.
+    `tensordot` and `jax.lax.dot_general` take quantized weights, too; products of arrays stay JAX's, but for those of
+    `few_rows`.
 
     Only the forward call must lie inside: the gradient may be taken outside, as in `jax.grad(loss)`. A function of
     `jax.jit` that was traced outside is traced again inside, and the other way round, because the block is part of
@@ -106,6 +117,10 @@ def intercept(
         result keeps the dtype that lax gives it.
       implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
       workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
+      few_rows: whether products in bodies of `jax.lax.scan` are routed, too, if they have at most 64 rows, operands of
+        16 bits and a weight of at least 1 MiB as the second operand: those of `jax.numpy.dot`, `matmul` and `einsum`
+        and of `jax.lax.dot_general`, but not `x @ w`. On a Hopper GPU a kernel reads the scanned weight where it lies
+        in the stack, which XLA would copy first. Elsewhere, and in a program for several devices, they stay lax's.
 
     Raises:
       ValueError, TypeError: an argument outside its range.
@@ -120,7 +135,7 @@ def intercept(
       ('bfloat16', 'float32')
     """
     if function is None:
-        return _block(compute_dtype, implementation, workspace_limit_bytes)
+        return _block(compute_dtype, implementation, workspace_limit_bytes, few_rows)
     # jnp.bfloat16 can be called, but is a class.
     decorated = callable(function) and not isinstance(function, type)
     require(decorated, f"intercept({function!r})", "a function, or compute_dtype= by its name", TypeError)
@@ -132,11 +147,14 @@ def _block(
     compute_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
+    few_rows: bool | None = None,
 ) -> Iterator[None]:
     """The block of `intercept`; a decorated function runs in one."""
     outer = _context.value or _Route()
     given = None if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, DTYPES)
-    route = _Route(outer.compute_dtype if given is None else given)
+    require(few_rows in (None, True, False), f"few_rows={few_rows!r}", "None, True, False")
+    wanted = outer.few_rows if few_rows is None else bool(few_rows)
+    route = _Route(outer.compute_dtype if given is None else given, wanted, outer.in_scan)
     with options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes), _patch, _context(route):
         yield
 
@@ -183,7 +201,9 @@ def _replacements() -> dict[tuple[Any, str], Callable[..., Any]]:
         copy = types.FunctionType(function.__code__, namespace, *given)
         copy.__kwdefaults__ = function.__kwdefaults__
         found[name] = _dispatcher(function, copy)
-    products = {at: _dispatcher(getattr(*at), inside) for at, inside in quantized_numpy.functions().items()}
+    found["scan"] = _dispatcher(lax.scan, functools.partial(_scan, lax.scan))
+    on_products = quantized_numpy.functions(_of_arrays)
+    products = {at: _dispatcher(getattr(*at), inside) for at, inside in on_products.items()}
     return {(lax, name): function for name, function in found.items()} | products
 
 
@@ -195,6 +215,28 @@ def _dispatcher(function: Callable[..., Any], inside: Callable[..., Any]) -> Cal
         return (function if _context.value is None else inside)(*args, **kwargs)
 
     return dispatch
+
+
+def _scan(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """lax.scan inside a block, whose body it traces."""
+    route = _context.value
+    if not route.few_rows:
+        return theirs(*args, **kwargs)
+    with _context(dataclasses.replace(route, in_scan=True)):
+        return theirs(*args, **kwargs)
+
+
+def _of_arrays(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A product of arrays inside a block: lax's, or in a scan ours."""
+    ours = few_row_products.ROUTES.get(name)
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        route = _context.value
+        if ours is None or route is None or not (route.few_rows and route.in_scan):
+            return theirs(*args, **kwargs)
+        return ours(theirs, *args, **kwargs)
+
+    return product
 
 
 def _routed(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:

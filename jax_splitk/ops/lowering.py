@@ -193,6 +193,8 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
     It stays lax's if no kernel is chosen for the whole pass, nor for a device's part where the devices can divide the
     batch. The choice for the part may be measured. `final`: whether the pass will be lowered, and not only looked at.
     """
+    if options.copied_operand:
+        return "products that intercept(few_rows=True) routes are lax's in a program for several devices"
     if not options.implied or only_xla(problem) is not None or not isinstance(problem, ConvProblem):
         return None
     target, unmeasured = target_for(platform), dataclasses.replace(options, forward_only=True)

@@ -16,10 +16,13 @@ from jax_splitk.quantized.permuted import PermutedWeight
 _NAMES = ("dot", "einsum", "matmul", "tensordot")
 
 
-def functions() -> dict[tuple[Any, str], Callable[..., Any]]:
-    """The functions that take quantized weights, by the module and the name of those for arrays."""
+def functions(
+    for_arrays: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+) -> dict[tuple[Any, str], Callable[..., Any]]:
+    """The functions that take quantized weights, by the module and the name of those for arrays. `for_arrays`: the name
+    and the function -> the function that computes products of arrays."""
     plain = {(jnp, name): getattr(jnp, name) for name in _NAMES} | {(lax, "dot_general"): lax.dot_general}
-    return {at: functools.partial(_product, theirs, _OURS[at[1]]) for at, theirs in plain.items()}
+    return {at: functools.partial(_product, for_arrays(at[1], theirs), _OURS[at[1]]) for at, theirs in plain.items()}
 
 
 def _product(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:

@@ -27,6 +27,8 @@ class Options:
         mentioned, unless a kernel competes.
       forward_only: whether it is an implied forward pass without a gradient (the model is initialised or evaluated).
         Existing decisions hold for it, but a miss is not measured.
+      copied_operand: whether it is a product in a loop, for which XLA would copy a slice of a stack. A kernel computes
+        it if a family for few rows serves it, since kernels read the slice in place; else lax's product stays.
     """
 
     config: Any = None
@@ -35,6 +37,7 @@ class Options:
     tuning: Any = None
     implied: bool = False
     forward_only: bool = False
+    copied_operand: bool = False
 
     @property
     def explicit(self) -> bool:

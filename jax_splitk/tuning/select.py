@@ -1,5 +1,6 @@
 """From a problem to what is lowered for it: a kernel, or XLA where no kernel can or should serve."""
 
+import dataclasses
 import logging
 
 from jax_splitk import kernels
@@ -39,6 +40,8 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     """
     if options.implementation == "xla":
         return Choice(problem, XLA, "implementation='xla' was asked for")
+    if options.copied_operand:
+        return _in_place(problem, target, options, measure=measure, final=final)
     families = serving(problem, target)
     if options.explicit:
         families = tuple(family for family in families if _is_asked_for(family, options))
@@ -60,6 +63,19 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
             f"{problem}: {reason}. Use implementation=None (the best that can) or implementation='xla'."
         )
     return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, target))
+
+
+def _in_place(problem: Problem, target: Target, options: Options, *, measure: bool, final: bool) -> Choice:
+    """The choice for a product for which XLA would copy an operand (`Options.copied_operand`). XLA does not compete,
+    because it is measured without the copy."""
+    few = next((family for family in serving(problem, target) if family.few_rows), None)
+    if few is None:
+        return Choice(problem, XLA, "no kernel for few rows serves it")
+    kernels_only = dataclasses.replace(options, implementation=few.implementation, copied_operand=False)
+    try:
+        return select(problem, target, kernels_only, measure=measure, final=final)
+    except NotImplementedError as error:
+        return Choice(problem, XLA, str(error))
 
 
 def _is_asked_for(family: Family, options: Options) -> bool:

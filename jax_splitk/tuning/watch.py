@@ -72,7 +72,7 @@ class Watch:
     def lowered(self, choice: Choice, options: Options, *, silent: bool) -> None:
         self.asked(choice.problem, options)
         for watched in self.watchers:
-            watched.silent += silent
+            watched.silent += silent and not options.copied_operand
             if not silent:
                 watched.choices[choice] = watched.choices.get(choice, 0) + 1
 

@@ -38,6 +38,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
       ABI: raised when earlier tuning decisions no longer hold for the family's kernels.
       Config: a frozen dataclass with the parameters that the tuner chooses.
       competes: whether the family is considered for implied passes.
+      few_rows: whether it is for products of few rows, whose time is that of the bytes of one operand.
       traced_as: its name in HLO and in profiles. A `Translated` family has the name of the family that it uses.
     """
 
@@ -45,6 +46,7 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     implementation: str
     ABI: int
     competes: ClassVar[bool] = True
+    few_rows: ClassVar[bool] = False
 
     def __init__(self, config: type[_Config], name: str | None = None) -> None:
         """Takes a frozen dataclass of configs, and a name if the class has none."""

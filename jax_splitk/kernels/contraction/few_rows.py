@@ -93,6 +93,7 @@ class FewRows(ModelledFamily[DotProblem, Config]):
 
     name = "dot_few_rows"
     ABI = 1
+    few_rows = True
     file = "contraction/few_rows.cu"
 
     # ---- refusals --------------------------------------------------------------------------------------------------

@@ -138,4 +138,5 @@ def test_a_scan_reads_the_stack_in_place(transposed: bool) -> None:
 
     found, wanted = (np.asarray(f(x, up, down), np.float32) for f in (scanned, jax.jit(unrolled)))
     np.testing.assert_array_equal(found, wanted)
-    assert scanned.memory_analysis().temp_size_in_bytes < width * hidden * 2
+    analysis = scanned.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < width * hidden * 2
