@@ -65,11 +65,11 @@ def _dot_general(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         given = _SIGNATURE.bind(*args, **kwargs).arguments
         lhs, rhs = (jnp.asarray(given[name]) for name in ("lhs", "rhs"))
-        plain = given.get("out_sharding") is None
         numbers, preferred = given["dimension_numbers"], given.get("preferred_element_type")
+        plain = given.get("out_sharding") is None
         call = _call(lhs, rhs, numbers, given.get("precision"), preferred) if plain else None
     except (TypeError, ValueError, IndexError):  # wrong arguments: lax raises its error
-        call = None
+        return theirs(*args, **kwargs)
     return theirs(*args, **kwargs) if call is None else call.bind(lhs, rhs)
 
 
