@@ -20,6 +20,7 @@ from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.cpu.dot import AsWgrad
+from jax_splitk.kernels.device.wgmma_tile import BARRIER_BYTES
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles, transposed
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
@@ -94,6 +95,12 @@ def _wgmma_tile(m: Main) -> None:
     m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, 4 * blocks)
     assert m.shared_out == (consumers > 1)
     assert m.registers > m["TILE_N"] // 2 * blocks
+
+
+def _few_rows(m: Main) -> None:
+    _wgmma_tile(m)
+    # With the system's KiB. Configs may fill shared memory.
+    assert m.kernel.shared_bytes <= BARRIER_BYTES + 1024
 
 
 def _halo(m: Main) -> None:
@@ -254,9 +261,7 @@ CODE = {
     "contraction/products.cu": Code(
         _wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE PATCH", "TILE_M TILE_N SPLITS CTAS_PER_SM"
     ),
-    "contraction/few_rows.cu": Code(
-        _wgmma_tile, "ELEMENT OUT W_MN W_WHOLE TILE_N", "TILE_M SPLITS CTAS_PER_SM EPILOGUE"
-    ),
+    "contraction/few_rows.cu": Code(_few_rows, "ELEMENT OUT W_MN W_WHOLE TILE_N", "TILE_M SPLITS CTAS_PER_SM EPILOGUE"),
     "quantized/stream.cu": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 ROW_BYTES = 128  # a row of shared memory, the swizzle's width, for each row and column of the tile
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
+BARRIER_BYTES = 1024  # of these; static shared memory, which a launch does not ask for
 MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 
 # Stages that are not being loaded: the one that is multiplied, until all consumers are done with it (the best fit to

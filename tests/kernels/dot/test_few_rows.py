@@ -10,7 +10,7 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.contraction.few_rows import FAMILY, TILES_M, TILES_N, Config, chained_stages
 from jax_splitk.kernels.contraction.products import FLOAT32_CHAIN
-from jax_splitk.kernels.device.wgmma_tile import SHARED_BYTES
+from jax_splitk.kernels.device.wgmma_tile import BARRIER_BYTES, SHARED_BYTES
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime.plan import TiledMap
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -72,6 +72,8 @@ def test_candidates_are_legal_and_have_most_of_the_shared_memory_under_way(m: in
     for config in found:
         assert FAMILY.config_refusal(problem, config) is None
         assert config.blocks_per_sm * config.shared_bytes <= SHARED_BYTES
+        dynamic = max(launch.shared_bytes for launch in FAMILY.launches(problem, config))
+        assert dynamic + BARRIER_BYTES <= SHARED_BYTES
         assert config.tile_m == TILES_M[0] or config.tile_m < 2 * n
         assert config.stages == 16 or config.blocks_per_sm * config.stages * config.stage_bytes > 100 * 1024
         assert FAMILY.estimate(problem, config, DEFAULT_CUDA) > 0
