@@ -91,8 +91,8 @@ class Result:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _drawn(key: jax.Array, path: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    if "scale" in path:  # of a norm
+def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any, is_scale: bool) -> jax.Array:
+    if is_scale:
         return jnp.ones(shape, dtype)
     return jax.random.normal(key, shape, dtype) * jnp.asarray(SIZE.width**-0.5, dtype)
 
@@ -102,7 +102,7 @@ def filled(shapes: Any) -> Any:
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     drawn = [
-        _drawn(key, jax.tree_util.keystr(path), leaf.shape, leaf.dtype)
+        _drawn(key, leaf.shape, leaf.dtype, "scale" in jax.tree_util.keystr(path))  # a norm's scale
         for key, (path, leaf) in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, drawn)
@@ -161,12 +161,19 @@ def of_linen(name: str, size: Size, rule: jax_splitk.QuantizationRule) -> tuple[
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1)
+def made(model: str, framework: str, size: Size, rule: jax_splitk.QuantizationRule) -> dict[str, Program]:
+    """The programs "packed", "bf16" and "exact", in float32, whose weights have the same values."""
+    packed, plain = {"nnx": of_nnx, "linen": of_linen}[framework](model, size, rule)
+    return {"packed": packed, "bf16": plain(jnp.bfloat16), "exact": plain(jnp.float32)}
+
+
 def run(case: Case, options: argparse.Namespace) -> Result:
     """Compiles, times and checks one case."""
     size = dataclasses.replace(SIZE, layers=options.layers)
     rule = jax_splitk.QuantizationRule("kernel$", options.qtype, group_size=options.group)
-    packed, plain = {"nnx": of_nnx, "linen": of_linen}[case.framework](case.model, size, rule)
-    programs = {"packed": packed, "bf16": plain(jnp.bfloat16)}
+    programs = dict(made(case.model, case.framework, size, rule))
+    function, parameters = programs.pop("exact")
     keys = jax.random.split(jax.random.key(1), 3)
     inputs = [(jax.random.randint(key, case.tokens, 0, size.vocabulary),) for key in keys]
     compiled = {
@@ -175,12 +182,11 @@ def run(case: Case, options: argparse.Namespace) -> Result:
     }
     times = timing.compare(compiled, inputs, rounds=3 if options.quick else 7)
     logits = {name: np.asarray(program(*inputs[0]), np.float64) for name, program in compiled.items()}
-    function, parameters = plain(jnp.float32)
     with jax.default_matmul_precision("highest"):
         exact = np.asarray(jax.jit(function)(parameters, *inputs[0]), np.float64)
     errors = {name: report.distance(found, exact) for name, found in logits.items()}
     products: dict[str, int] = {}
-    for decision in jax_splitk.explain(*packed, *inputs[0]).decisions:
+    for decision in jax_splitk.explain(*programs["packed"], *inputs[0]).decisions:
         family = decision.family or "xla"
         products[family] = products.get(family, 0) + decision.count
     sizes = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(given)) for name, (_, given) in programs.items()}
