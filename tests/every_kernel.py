@@ -451,6 +451,19 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (9, 10), (1, 1), (72, 120), tile(128, 32), {"groups": 3}),
         (fprop, (5, 6, 5), (3, 2, 2), (96, 48), tile(128, 32), {"groups": 2}),
         (dgrad, (9, 10), (3, 3), (48, 56), tile(64, 32), {"padding": 1, "groups": 2, **floats}),
+        # Weights that are transposed first: float32, pixels that are joined, columns that TMA cannot load.
+        (fprop, (9, 10), (3, 3), (36, 40), tile(64, 64, 2, shared), {"padding": 1, "out_dtype": "float32", **floats}),
+        (fprop, (20, 24), (8, 8), (4, 32), conv_im2col.Config(128, 32, 4, taps=2),
+         {"stride": 4, "out_dtype": "float32", **floats}),
+        (fprop, (72,), (4,), (3, 20), tile(64, 32), {"stride": 4, "padding": ((0, 2),), **floats}),
+        (fprop, (4, 5, 6), (3, 2, 3), (20, 6), tile(128, 16), {"padding": 1, "stride": (1, 2, 1), **floats}),
+        (fprop, (9, 10), (3, 3), (96, 144), tile(64, 64), {"padding": 1, "groups": 2, "rhs_dilation": 2, **floats}),
+        (fprop, (9, 10), (3, 3), (48, 40), tile(64, 32), {"padding": 1, "groups": 2, "lhs_dilation": 2, **floats}),
+        (fprop, (9, 10), (3, 3), (72, 2), conv_im2col.Config(64, 16, 3, 2, shared, 3), {"padding": 1}),
+        (fprop, (9, 10), (1, 1), (136, 53), tile(64, 64, 2, shared), half),
+        (fprop, (9, 10), (2, 3), (64, 136), tile(64, 64), {"groups": 2}),
+        (dgrad, (9, 10), (3, 3), (1, 72), tile(64, 16), {"padding": 1, "stride": 2}),
+        (dgrad, (9, 10), (3, 3), (54, 96), tile(64, 32, 2, shared), {"padding": 1, "groups": 2, **floats}),
     ):  # fmt: skip
         p = conv_of(kind, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         yield Run(family, p, config)

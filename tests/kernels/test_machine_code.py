@@ -42,7 +42,7 @@ MOST_SOURCES = 255
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if not isinstance(family, AsWgrad)]  # others have no code of their own
-HELPERS = ("_reduce", "_prepare", "_factors")  # in the names of kernels that multiply nothing
+HELPERS = ("_reduce", "_prepare", "_factors", "_transpose")  # in the names of kernels that multiply nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,7 @@ CODE = {
     ),
     "contraction/im2col.cu": Code(
         _wgmma_tile,
-        "REDUCTION PHASED PERSISTENT B_MN",
+        "REDUCTION PHASED PERSISTENT B_MN TRANSPOSED ODD",
         "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS",
     ),
     "contraction/products.cu": Code(

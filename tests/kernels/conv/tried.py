@@ -424,8 +424,8 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
     if rng.random() < 0.3:
         more["rhs_dilation"] = int(rng.integers(1, 4))
     channels = [8 * int(rng.integers(1, 8 * scale)) for _ in range(2)]
-    if kind is ConvDgradProblem:
-        channels[0] -= 4 * int(rng.integers(2))
+    columns = int(kind is ConvFpropProblem)  # which channels the result has
+    channels[columns] -= int(rng.choice([0, 0, 0, 4, 4, int(rng.integers(8))]))
     if rng.random() < 0.2:
         channels = [64 * max(1, c // 64) for c in channels]
     elif rng.random() < 0.3:
@@ -433,9 +433,12 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
     elif rng.random() < 0.3:
         more["groups"] = int(rng.integers(2, 4))
         whole = int(rng.choice([32, 64, 96, *range(24, 128, 8)]))
-        other = 4 * int(rng.integers(1, 24))
+        other = 4 * int(rng.integers(1, 24)) - int(rng.choice([0, 0, 1, 2]))
         channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
-    types = dtypes(rng, *("bfloat16", "float16", "float32")[: 2 + (kind is ConvDgradProblem)])
+    types = dtypes(rng, "bfloat16", "float16", "float32")
+    if types["dtype"] == "float32" and rng.random() < 0.2:  # pixels that may be joined
+        more |= {"stride": 4, "kernel": tuple(4 * -(-k // 4) for k in more["kernel"]), "padding": 0}
+        channels[1 - columns] = int(rng.integers(1, 9))
     return conv_of(kind, channels=(channels[0], channels[1]), **more, **types)
 
 
@@ -465,8 +468,11 @@ DENSE: list[ConvProblem] = [
         (8, (28, 28), (3, 3), (128, 192), {"padding": 1, "groups": 2, "stride": 2}),
         (8, (28, 28), (3, 3), (160, 160), {"padding": 1, "groups": 4}),
         (4, (200,), (64,), (96, 96), {"padding": ((32, 31),), "groups": 2}),
+        (4, (56, 56), (3, 3), (64, 64), {"padding": 1, **FLOAT}),
+        (16, (32, 32), (3, 3), (16, 16), {"padding": 1, **FLOAT}),
+        (4, (64, 64), (3, 3), (128, 2) if kind is ConvFpropProblem else (2, 128), {"padding": 1}),
     )
-]  # fmt: skip
+] + [conv_of(ConvFpropProblem, (84, 84), (8, 8), (4, 32), batch=16, stride=4, **FLOAT)]  # fmt: skip
 IM2COL = Tried(
     {ConvFpropProblem: im2col.FPROP, ConvDgradProblem: im2col.DGRAD},
     lambda c: (c.reduction, c.taps, c.swap, c.workers > 0),
@@ -476,12 +482,12 @@ IM2COL = Tried(
     base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
     refused=[
         ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples of 8 from"),
-        ({"feature_group_count": 2, "out_channels": 88}, "of (32|44) channels to (44|32) each; accepted: "),
         ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
-        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
+        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
+        ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
-        ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
-        ({"out_channels": 20}, "64 input and 20 output channels; accepted: multiples of [48] and 8"),
+        ({"in_channels": 30, "out_channels": 30}, "30 (input|output) channels; accepted: multiples of 8"),
+        ({"in_channels": 30, "out_channels": 30, "dtype": "float32"}, "channels; accepted: multiples of 4"),
         ({"batch": 0}, "batch 0, input .* accepted: no empty dimension"),
         ({"window_strides": (2, 1), "lhs_dilation": (2, 1)},
          "window stride 2 of an input dilated by 2; accepted: one of"),
