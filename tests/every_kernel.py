@@ -519,6 +519,22 @@ def _stems() -> Iterator[Run]:
     few = {"dtype": HALF, "out_dtype": HALF}
     yield Run(conv_gather.FPROP, conv_of(ConvFpropProblem, (9, 10), (1, 1), (200, 2), **few),
               conv_gather.Config(2, 1, 16, 1, 1, 64, 2))  # fmt: skip
+    floats = {"dtype": "float32", "out_dtype": "float32"}
+    for fields, size, kernel, channels, config, changes in (
+        (floats, (20, 22), (7, 7), (3, 64), (3, 1, 64, 1, 8, 16, 4), {"padding": 3, "stride": 2}),
+        (floats, (9, 10), (3, 3), (16, 16), (4, 1, 16, 1, 8, 16, 3), {"padding": 1}),
+        (floats, (20, 24), (8, 8), (4, 32), (2, 1, 32, 2, 4, 8, 4), {"stride": 4}),
+        ({**floats, "out_dtype": "bfloat16"}, (9, 10), (3, 3), (5, 7), (2, 2, 16, 1, 9, 16, 3),
+         {"padding": ((1, 0), (0, 2))}),
+        ({**floats, "out_dtype": HALF}, (4, 5, 6), (2, 3, 3), (20, 24), (2, 1, 32, 1, 5, 8, 3), {"padding": 1}),
+        (floats, (60,), (5,), (1, 24), (2, 1, 32, 1, 1, 64, 3), {"padding": 2, "lhs_dilation": 2}),
+    ):  # fmt: skip
+        p = conv_of(ConvFpropProblem, size, kernel, channels, **{**fields, **changes})
+        yield Run(conv_gather.FPROP, p, conv_gather.Config(*config))
+    p = conv_of(ConvDgradProblem, (9, 10), (3, 3), (37, 13), padding=1, **floats)
+    yield Run(conv_gather.DGRAD, p, conv_gather.Config(2, 1, 64, 1, 8, 16, 3))
+    p = conv_of(ConvDgradProblem, (9, 11), (3, 2), (4, 5), padding=1, stride=2, **{**floats, "out_dtype": HALF})
+    yield Run(conv_gather.DGRAD, p, conv_gather.Config(2, 1, 16, 2, 8, 8, 3))
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------

@@ -132,16 +132,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             refusals.dtypes(p, (*refusals.HALVES, "float32"))
             or refusals.batch_groups(p)
             or refusals.empty_dimensions(p)
-            or self._precision_refusal(p)
+            or refusals.tf32(p)
             or self._channels_refusal(p)
             or self._axes_refusal(p)
             or self._size_refusal(p)
         )
-
-    def _precision_refusal(self, p: ConvProblem) -> str | None:
-        if p.dtype == "float32" and "highest" in p.precision:
-            return f"precision {p.precision!r}; accepted: 'default', 'high'"
-        return None
 
     def _channels_refusal(self, p: ConvProblem) -> str | None:
         """Contiguous channels are loaded in units of 16 bytes."""

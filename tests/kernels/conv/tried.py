@@ -287,7 +287,7 @@ GROUPED = Tried(
 def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
     steps = ("stride", 5), ("lhs_dilation", 3), ("rhs_dilation", 4)
     more = geometry(rng, (300, 40, 12), (17, 9, 5), *steps)
-    more |= chosen(rng, (HALF, BF16, *({"dtype": dtype, "out_dtype": "float32"} for dtype in ("bfloat16", "float16"))))
+    more |= dtypes(rng, "bfloat16", "float16", "float32")
     if rng.random() < 0.5 and kind is ConvFpropProblem:
         return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
     return conv_of(kind, channels=(int(rng.integers(1, 70)), int(rng.integers(1, 70))), **more)
@@ -317,6 +317,10 @@ GATHER = Tried(
             ((8, 112, 112), (3, 7, 7), (3, 64),
              {"batch": 1, "stride": (1, 2, 2), "padding": ((1, 1), (3, 3), (3, 3)), **BF16}),
             ((8000,), (10,), (1, 512), {"batch": 4, "stride": 5, **BF16}),
+            ((224, 224), (7, 7), (3, 64), {"batch": 4, "stride": 2, "padding": 3, **FLOAT}),
+            ((84, 84), (8, 8), (4, 32), {"batch": 16, "stride": 4, **FLOAT}),
+            ((32, 32), (3, 3), (16, 16), {"batch": 16, "padding": 1, **FLOAT}),
+            ((32, 32), (3, 3), (32, 32), {"batch": 8, "padding": 1, **FLOAT}),
         )
     ]
     + [
@@ -325,16 +329,20 @@ GATHER = Tried(
         for size, kernel, channels, more in (
             ((32, 32), (3, 3), (37, 53), {"padding": 1, **BF16}),
             ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
+            ((28, 28), (3, 3), (37, 5), {"padding": 1, **FLOAT}),
         )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
     base=lambda kind: conv_of(kind, (40, 40), (7, 7), (3, 64), stride=2, padding=3),
     refused=[
-        ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
+        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
+        ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
+        ({"dtype": "float32", "in_channels": 36, "out_channels": 36},
+         "36 (channels of the input; accepted: 1 to 32|output channels; accepted: numbers that TMA cannot load)"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
         ({"in_channels": 24, "out_channels": 24},
-         "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that the family im2col)"),
+         "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that TMA cannot load)"),
         ({"in_channels": 257, "out_channels": 257}, "257 channels of the input; accepted: 1 to 256"),
         ({"batch": 0}, "0 output pixels; accepted: 1 to"),
         ({"kernel_spatial": (32, 32), "in_channels": 5, "out_channels": 7}, "take too much shared memory"),
