@@ -473,7 +473,7 @@ def _unmeasured(p: ConvProblem) -> str | None:
     channels, columns = forward(p).group_channels
     if transposes(p) and is_matrix_product(p):
         return "products whose weight is transposed first were not measured"
-    if transposes(p) and p.dtype == "float32" and max(channels, columns) > _FEW_CHANNELS:
+    if p.dtype == "float32" and max(channels, columns) > _FEW_CHANNELS:
         return f"float32 with {channels} to {columns} channels, more than {_FEW_CHANNELS}, was not measured"
     if columns % 4 and columns > _FEW_COLUMNS:
         return f"{columns} channels of the result, no multiple of 4 and more than {_FEW_COLUMNS}, were not measured"

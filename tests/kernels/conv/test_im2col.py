@@ -69,6 +69,24 @@ def test_weights_that_cannot_be_read_as_they_are_are_transposed_first() -> None:
                 assert plan.Pointer(3, size) in made.launches[1].params
 
 
+@pytest.mark.parametrize(("kind", "channels", "kernel", "dtype", "reason"), [
+    (FPROP, (64, 64), (3, 3), "float32", None),
+    (DGRAD, (32, 64), (3, 3), "float32", None),
+    (FPROP, (64, 96), (3, 3), "float32", "float32 with 64 to 96 channels, more than 64, was not measured"),
+    (DGRAD, (96, 64), (3, 3), "float32", "float32 with 64 to 96 channels, more than 64, was not measured"),
+    (FPROP, (64, 64), (1, 1), "float32", "products whose weight is transposed first were not measured"),
+    (FPROP, (256, 2), (3, 3), "bfloat16", None),
+    (FPROP, (256, 53), (3, 3), "bfloat16", "53 channels of the result, no multiple of 4 and more than 16, were"),
+    (FPROP, (256, 256), (3, 3), "bfloat16", None),
+])  # fmt: skip
+def test_kinds_without_times_are_left_to_xla_untuned(
+    kind: type[Any], channels: tuple[int, int], kernel: tuple[int, int], dtype: str, reason: str | None
+) -> None:
+    p = problem(kind, (28, 28), kernel, *channels, padding=kernel[0] // 2, dtype=dtype)
+    found = IM2COL.of(p).why_xla_untuned(p)
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
 @pytest.mark.parametrize(("channels", "size", "kernel", "changes", "by"), [
     (4, 84, 8, {"stride": 4}, 4),
     (4, 84, 8, {"stride": 4, "padding": ((0, 0), (2, 2))}, 2),
