@@ -107,9 +107,25 @@ def _few_outputs(rng: Rng) -> Case:
     return _drawn("few-outputs", (64, 64), channels, kernel)
 
 
+def _float32(rng: Rng) -> Case:
+    """Few channels of float32, on small images and with strides."""
+    channels = _one(rng, (16, 16), (16, 32), (32, 32), (32, 64), (64, 64), (24, 48))
+    size, kernel, steps = _one(rng, (56, 3, 1), (32, 3, 1), (19, 3, 1), (28, 5, 1), (20, 4, 2), (33, 3, 2))
+    padding = _one(rng, 0, kernel // 2)
+    return _drawn("float32", (size, size), channels, (kernel, kernel), steps=steps, padding=padding, dtype="float32")
+
+
+def _float32_stem(rng: Rng) -> Case:
+    """First layers in float32."""
+    channels = _one(rng, 1, 2, 3, 4, 8), _one(rng, 16, 32, 64)
+    size, kernel, steps, padding = _one(rng, (224, 7, 2, 3), (84, 8, 4, 0), (64, 3, 1, 1), (96, 5, 2, 2), (28, 3, 1, 0))
+    more = {"steps": steps, "padding": padding, "dtype": "float32"}
+    return _drawn("float32-stem", (size, size), channels, (kernel, kernel), **more)
+
+
 KINDS: tuple[Callable[[Rng], Case], ...] = (
     *(_depthwise_1d, _depthwise_odd, _depthwise_large, _depthwise_dilated, _multiplier),
-    *(_groups, _positional, _odd, _few_outputs),
+    *(_groups, _positional, _odd, _few_outputs, _float32, _float32_stem),
 )
 
 

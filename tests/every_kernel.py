@@ -451,6 +451,19 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (9, 10), (1, 1), (72, 120), tile(128, 32), {"groups": 3}),
         (fprop, (5, 6, 5), (3, 2, 2), (96, 48), tile(128, 32), {"groups": 2}),
         (dgrad, (9, 10), (3, 3), (48, 56), tile(64, 32), {"padding": 1, "groups": 2, **floats}),
+        # Weights that are transposed first: float32, pixels that are joined, columns that TMA cannot load.
+        (fprop, (9, 10), (3, 3), (36, 40), tile(64, 64, 2, shared), {"padding": 1, "out_dtype": "float32", **floats}),
+        (fprop, (20, 24), (8, 8), (4, 32), conv_im2col.Config(128, 32, 4, taps=2),
+         {"stride": 4, "out_dtype": "float32", **floats}),
+        (fprop, (72,), (4,), (3, 20), tile(64, 32), {"stride": 4, "padding": ((0, 2),), **floats}),
+        (fprop, (4, 5, 6), (3, 2, 3), (20, 6), tile(128, 16), {"padding": 1, "stride": (1, 2, 1), **floats}),
+        (fprop, (9, 10), (3, 3), (96, 144), tile(64, 64), {"padding": 1, "groups": 2, "rhs_dilation": 2, **floats}),
+        (fprop, (9, 10), (3, 3), (48, 40), tile(64, 32), {"padding": 1, "groups": 2, "lhs_dilation": 2, **floats}),
+        (fprop, (9, 10), (3, 3), (72, 2), conv_im2col.Config(64, 16, 3, 2, shared, 3), {"padding": 1}),
+        (fprop, (9, 10), (1, 1), (136, 53), tile(64, 64, 2, shared), half),
+        (fprop, (9, 10), (2, 3), (64, 136), tile(64, 64), {"groups": 2}),
+        (dgrad, (9, 10), (3, 3), (1, 72), tile(64, 16), {"padding": 1, "stride": 2}),
+        (dgrad, (9, 10), (3, 3), (54, 96), tile(64, 32, 2, shared), {"padding": 1, "groups": 2, **floats}),
     ):  # fmt: skip
         p = conv_of(kind, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         yield Run(family, p, config)
@@ -506,6 +519,22 @@ def _stems() -> Iterator[Run]:
     few = {"dtype": HALF, "out_dtype": HALF}
     yield Run(conv_gather.FPROP, conv_of(ConvFpropProblem, (9, 10), (1, 1), (200, 2), **few),
               conv_gather.Config(2, 1, 16, 1, 1, 64, 2))  # fmt: skip
+    floats = {"dtype": "float32", "out_dtype": "float32"}
+    for fields, size, kernel, channels, config, changes in (
+        (floats, (20, 22), (7, 7), (3, 64), (3, 1, 64, 1, 8, 16, 4), {"padding": 3, "stride": 2}),
+        (floats, (9, 10), (3, 3), (16, 16), (4, 1, 16, 1, 8, 16, 3), {"padding": 1}),
+        (floats, (20, 24), (8, 8), (4, 32), (2, 1, 32, 2, 4, 8, 4), {"stride": 4}),
+        ({**floats, "out_dtype": "bfloat16"}, (9, 10), (3, 3), (5, 7), (2, 2, 16, 1, 9, 16, 3),
+         {"padding": ((1, 0), (0, 2))}),
+        ({**floats, "out_dtype": HALF}, (4, 5, 6), (2, 3, 3), (20, 24), (2, 1, 32, 1, 5, 8, 3), {"padding": 1}),
+        (floats, (60,), (5,), (1, 24), (2, 1, 32, 1, 1, 64, 3), {"padding": 2, "lhs_dilation": 2}),
+    ):  # fmt: skip
+        p = conv_of(ConvFpropProblem, size, kernel, channels, **{**fields, **changes})
+        yield Run(conv_gather.FPROP, p, conv_gather.Config(*config))
+    p = conv_of(ConvDgradProblem, (9, 10), (3, 3), (37, 13), padding=1, **floats)
+    yield Run(conv_gather.DGRAD, p, conv_gather.Config(2, 1, 64, 1, 8, 16, 3))
+    p = conv_of(ConvDgradProblem, (9, 11), (3, 2), (4, 5), padding=1, stride=2, **{**floats, "out_dtype": HALF})
+    yield Run(conv_gather.DGRAD, p, conv_gather.Config(2, 1, 16, 2, 8, 8, 3))
 
 
 # ---- matrix products -----------------------------------------------------------------------------------------------

@@ -73,11 +73,13 @@ def test_the_runs_reach_every_specialisation() -> None:
     for name, counts in {
         "dot_tma": {"ELEMENT": 4, "OUT": 3, "REDUCTION": 3, "A_MN": 2, "B_MN": 2, "A_WHOLE": 2, "B_WHOLE": 2},
         "dot_few_rows": {"OUT": 3, "W_MN": 2, "W_WHOLE": 2},
-        "fprop_im2col": {**passes, "B_WHOLE": 2},
-        "dgrad_im2col": {**passes, "ELEMENT": 3, "EMPTY": 2},
+        "fprop_im2col": {**passes, "ELEMENT": 3, "B_WHOLE": 2, "TRANSPOSED": 2, "ODD": 2},
+        "dgrad_im2col": {**passes, "ELEMENT": 3, "EMPTY": 2, "ODD": 2},
     }.items():
         for macro, values in counts.items():
             assert macros[name, macro] == set(range(values)), (name, macro)
+    for family in ("fprop_gather", "dgrad_gather"):
+        assert macros[family, "ELEMENT"] == {0, 1, 2}, family
     assert macros["quantized_tiled", "SCALING"] == {0, 1, 2}
     assert macros["quantized_stream", "FORMAT"] == set(range(6))
     assert macros["quantized_stream", "CLUSTER"] == {1, 2, 4, 8}

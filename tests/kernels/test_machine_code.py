@@ -43,7 +43,7 @@ MOST_SOURCES = 255
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if not isinstance(family, AsWgrad)]  # others have no code of their own
-HELPERS = ("_reduce", "_prepare", "_factors")  # in the names of kernels that multiply nothing
+HELPERS = ("_reduce", "_prepare", "_factors", "_transpose")  # in the names of kernels that multiply nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _toeplitz(m: Main) -> None:
 
 def _gather_pass(m: Main) -> None:
     eights = m["SEGMENTS"] * -(-(m["PARITY"] + m["SEGMENT"]) // 8)
-    assert m.count(cubin.HGMMA_REGISTERS) == -(-eights // 2)
+    assert m.count(cubin.HGMMA_REGISTERS) == (eights if m["ELEMENT"] == 0 else -(-eights // 2))
     assert (m.count(cubin.STMATRIX) > 0) == (m["OUT"] > 0)
     assert m.shared_out
 
@@ -251,11 +251,11 @@ CODE = {
     ),
     "grouped/passes.cu": Code(_grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W"),
     "gather/fprop.cu": Code(
-        _gather_pass, "CTAS_PER_SM CONSUMERS PAIRED", "ELEMENT OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE"
+        _gather_pass, "ELEMENT CTAS_PER_SM CONSUMERS PAIRED", "OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE"
     ),
     "contraction/im2col.cu": Code(
         _wgmma_tile,
-        "REDUCTION PHASED PERSISTENT B_MN",
+        "REDUCTION PHASED PERSISTENT B_MN TRANSPOSED ODD",
         "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS SWAP TEAMS",
     ),
     "contraction/products.cu": Code(
@@ -308,7 +308,9 @@ def first_layers() -> list[Problem]:
         ((64, 64), (3, 3), (4, 320), 1),
         ((65, 64), (3, 3), (1, 192), 1),
     )
-    dtypes = itertools.cycle((("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")))
+    dtypes = itertools.cycle(
+        (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32"))
+    )
     return [
         OPERATIONS[op].problem(
             **vars(conv(size, kernel, channels, batch=64, stride=stride, dtype=dtype, out_dtype=out))

@@ -112,6 +112,7 @@ def test_modules_say_where_an_operation_is() -> None:
 
 def test_kernels_are_named_by_family_and_role() -> None:
     roles = {"", "_direct", "_partial", "_tail", "_prepare", "_factors", "_reduce", "_reduce_splits", "_reduce_tail"}
+    roles |= {"_transpose"}
     for run in RUNS:
         name, plan = run.family.trace_name(run.problem), run.plan
         assert name.startswith(run.family.name)

@@ -17,6 +17,13 @@ MAX_WEIGHTS = INT32_MAX - 1024  # the reduction's last thread block reaches beyo
 HALVES = ("bfloat16", "float16")
 
 
+def tf32(p: ConvProblem) -> str | None:
+    """Checks that tf32 is precise enough for the products of float32."""
+    if p.dtype == "float32" and "highest" in p.precision:
+        return f"precision {p.precision!r}; accepted: 'default', 'high'"
+    return None
+
+
 def rank(p: ConvProblem, accepted: Sequence[int]) -> str | None:
     if p.rank in accepted:
         return None

@@ -208,8 +208,13 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         params = self._partials(problem, config), self.result(problem, config), *params
         return Launch(name, grid, (REDUCE_THREADS, 1, 1), params, programmatic=True)
 
+    def partials_offset(self, problem: _Problem) -> int:
+        """Where the partial sums begin in the workspace, in bytes: a multiple of 16."""
+        del problem
+        return 0
+
     def _partials(self, problem: _Problem, config: _Config) -> Pointer:
-        return Pointer(len(self.buffers(problem, config)) - 1)
+        return Pointer(len(self.buffers(problem, config)) - 1, self.partials_offset(problem))
 
     def structs(self, problem: _Problem, config: _Config) -> list[Struct]:
         """Includes the struct of the kernel that adds splits, which the source always has."""

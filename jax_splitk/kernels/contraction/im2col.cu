@@ -16,6 +16,9 @@
 // k; the last stage's may be missing, and are zeros. Splits take turns at the stages. WGMMA's A and B are
 // these, or with SWAP the other way round.
 //
+// A forward pass's weight that cannot be read MN-major is TRANSPOSED by a kernel of its own first
+// (contraction/weight.cuh).
+//
 // Where a stage has a filter row's TAPS, its block of A is loaded once for all of them: pixels along w are
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
 // between the lines of the images is not stored.
@@ -29,9 +32,9 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
 // A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, GROUPED, PADDED, ROW_BYTES (bytes of a block
-// of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), SWAP, OWN_STORES (see
-// contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
-// device/epilogue.cuh.
+// of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's columns are no
+// multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see contraction/persistent.cuh), and
+// those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
 #include "device/split_k.cuh"
@@ -40,6 +43,9 @@
 #include "device/packed_tile.cuh"
 #else
 #include "device/split_tile.cuh"
+#endif
+#if TRANSPOSED
+#include "contraction/weight.cuh"
 #endif
 
 #if ELEMENT == 0
@@ -272,6 +278,20 @@ __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map
 #include "contraction/persistent.cuh"
 #else
 
+// Stores neighbouring sums, of which those beyond the group's columns are left out.
+template <int N>
+__device__ __forceinline__ void store_sums(const Args& g, const Epilogue& epilogue, Output* out, Output* to,
+                                           int row, int column, const float (&sums)[N]) {
+#if ODD
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (column + i < g.n) epilogue.store(out, to + i, row, column + i, {sums[i]});
+  }
+#else
+  epilogue.store(out, to, row, column, sums);
+#endif
+}
+
 #if REDUCTION == 1
 // Adds the splits' partial sums.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
@@ -289,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
     Output* to = out + size_t(row) * pitch_of(g) + tile.group * g.n + col;
-    epilogue.store(out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
+    store_sums(g, epilogue, out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
 #endif
@@ -322,7 +342,12 @@ struct Conv : Layout {
 
   // ---- load ----
 
-  __device__ void locate(int) { loads = loads_of(g, tile, split); }
+  __device__ void locate(int) {
+    loads = loads_of(g, tile, split);
+#if TRANSPOSED
+    wait_on_dependent_grids();
+#endif
+  }
   __device__ void advance() { ::advance(g, tile.residue, loads.step, loads.block); }
   __device__ static int bytes() { return LOAD_BYTES; }
   __device__ void load(const Stage& to) const {
@@ -353,7 +378,7 @@ struct Conv : Layout {
 #endif
     const auto store = [&](int row, int column, const float4& v) {
       Output* to = result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
-      result.epilogue.store(result.out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
+      store_sums(g, result.epilogue, result.out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);
 #endif

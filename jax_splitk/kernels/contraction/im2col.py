@@ -9,12 +9,16 @@ the stride use taps of their own. They form a phase: a dense pass with unit stri
 zero from the dilation, and one launch computes all phases. The dilation of a forward pass's lhs is treated in the same
 way. With narrow tiles loads are the limit. So few channels get narrower rows of shared memory, with fewer zeros, and
 the taps of a filter row may share the pixels that they read: see `row_bytes` and `Config`.
+
+A forward pass's weight is contiguous along its output channels. If the main kernel cannot read it so, another kernel
+first transposes it in the workspace: see `transposes`.
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jax import numpy as jnp
 
@@ -34,7 +38,11 @@ from jax_splitk.kernels.contraction.im2col_config import (
     shared_taps,
     tile_count,
     tile_counts,
+    transposes,
+    weight_bytes,
+    weight_shape,
 )
+from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
 from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device.split_tile import (
@@ -70,10 +78,12 @@ _STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
 _OWN_STEPS = 36  # of a tile at most, in the mean of its phases: measured with 18, 32 and 36, and with 45, 72 and 108
 _MIN_GROUP = 24  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 _LEAST_ROW = 16  # channels of groups that are not padded
+_WEIGHT_SIDE, _WEIGHT_THREADS = 32, 256  # see contraction/weight.cuh
+_FEW_CHANNELS, _FEW_COLUMNS = 64, 16  # see `_unmeasured`
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-forward(problem).group_channels[0] // block_k(problem))
+    return -(-joined(problem).group_channels[0] // block_k(problem))
 
 
 def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
@@ -118,36 +128,27 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem
-        # WGMMA reads a float32 weight only K-major. An input gradient has it so, a forward pass has not.
-        dtypes = refusals.HALVES if isinstance(p, ConvFpropProblem) else (*refusals.HALVES, "float32")
         return (
-            refusals.dtypes(p, dtypes)
+            refusals.dtypes(p, (*refusals.HALVES, "float32"))
             or refusals.batch_groups(p)
             or refusals.empty_dimensions(p)
-            or self._precision_refusal(p)
+            or refusals.tf32(p)
             or self._channels_refusal(p)
             or self._axes_refusal(p)
             or self._size_refusal(p)
         )
 
-    def _precision_refusal(self, p: ConvProblem) -> str | None:
-        if p.dtype == "float32" and "highest" in p.precision:
-            return f"precision {p.precision!r}; accepted: 'default', 'high'"
-        return None
-
     def _channels_refusal(self, p: ConvProblem) -> str | None:
-        """Contiguous channels are loaded in units of 16 bytes, and the result's are stored by fours."""
+        """Contiguous channels are loaded in units of 16 bytes."""
         loaded = 16 // jnp.dtype(p.dtype).itemsize
-        of_lhs, of_g = (loaded, loaded) if isinstance(p, ConvFpropProblem) else (4, loaded)
-        if p.in_channels % of_lhs or p.out_channels % of_g:
-            given = f"{p.in_channels} input and {p.out_channels} output channels"
-            return f"{given}; accepted: multiples of {of_lhs} and {of_g}"
-        channels, columns = forward(p).group_channels
-        # A forward pass's weight is loaded from where a group's columns begin.
+        if joined(p).in_channels % loaded:
+            which = "input" if isinstance(p, ConvFpropProblem) else "output"
+            return f"{forward(p).in_channels} {which} channels; accepted: multiples of {loaded}"
+        channels, columns = joined(p).group_channels
         least = loaded if is_padded(p) else _LEAST_ROW
-        if p.feature_group_count > 1 and (channels < _MIN_GROUP or channels % least or columns % of_lhs):
+        if p.feature_group_count > 1 and (channels < _MIN_GROUP or channels % least):
             given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
-            return f"{given}; accepted: multiples of {least} from {_MIN_GROUP} on and of {of_lhs}, or 1"
+            return f"{given}; accepted: multiples of {least} from {_MIN_GROUP} on, or 1"
         return None
 
     def _axes_refusal(self, p: ConvProblem) -> str | None:
@@ -159,7 +160,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
                 return f"{given}; accepted: one of them 1, up to {_MAX_DOWN} and {_MAX_UP}"
         if not all(axis.residues[0].taps for axis in found):
             return "no filter tap reads the input; accepted: at least one that does"
-        if is_matrix_product(forward(p)):
+        if is_matrix_product(joined(p)):
             return None
         lowest, highest, farthest = im2col_limits(p)
         rank = f"of {len(found)} spatial dimensions"
@@ -190,7 +191,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             return reason
         if not can_persist(problem):
             p = problem
-            given = f"{p.dtype} to {p.out_dtype} and {forward(p).group_channels[1]} channels of the result"
+            given = f"{p.dtype} to {p.out_dtype} and {joined(p).group_channels[1]} channels of the result"
             rest = "16 bits, multiples of 8 channels, no pixels of the result without taps"
             return f"workers {config.workers} with {given}; accepted: {rest}"
         return field_refusal(
@@ -285,23 +286,29 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
-        """XLA's matrix products are as fast if tiles fill the machine without splits. Of padded groups no times are
-        known."""
+        """XLA's matrix products are as fast if tiles fill the machine without splits. Of padded groups, and of most
+        weights that are transposed, no times are known."""
         p = problem
+        if (reason := _unmeasured(p)) is not None:
+            return reason
         if is_padded(p):
-            each = forward(p).group_channels[0]
+            each = joined(p).group_channels[0]
             return f"groups of {each} channels, padded to multiples of {block_k(p)}, were not measured"
-        if is_matrix_product(forward(p)) and pixels(p) > _FEW_PIXELS:
+        if is_matrix_product(joined(p)) and pixels(p) > _FEW_PIXELS:
             return (
                 f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"
             )
         return None
 
+    def reduction_work(self, problem: ConvProblem, config: Config) -> dict[str, Any]:
+        found = super().reduction_work(problem, config)
+        return {**found, "launches": found["launches"] + transposes(problem)}
+
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
         """The possible tiles; for few columns only the narrowest tiles that hold them."""
-        columns = forward(problem).group_channels[1]
+        columns = joined(problem).group_channels[1]
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
         return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
 
@@ -340,7 +347,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         """Sizes of the product of a phase and group, divisors of a thread block's number, and the geometry by axes.
         `a_once` and `b_once`: whether a single tile reads each element of the operand, which then need not stay in the
         L2. `beyond`: a block of channels that no group has."""
-        of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), forward(problem)
+        of, (rows, columns), p = axes(problem, config.taps), tile_counts(problem, config), joined(problem)
         return Struct(
             "Args",
             {
@@ -374,34 +381,67 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return {"tiles": tile_count(problem, config), "keeps_weight": int(self.keeps_weight(problem, config))}
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
-        of, is_forward = axes(problem, config.taps), isinstance(problem, ConvFpropProblem)
+        of, is_mn = axes(problem, config.taps), _is_mn_major(problem)
         return {
             **super().macros(problem, config),
-            "AXES": 0 if is_matrix_product(forward(problem)) else len(of),
+            "AXES": 0 if is_matrix_product(joined(problem)) else len(of),
             "PHASED": int(_rows_lie_apart(problem, config)),
             "TAPS": config.taps,
             "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
             "GROUPED": int(problem.feature_group_count > 1),
             "PADDED": int(is_padded(problem)),
             "EMPTY": int(min(self._chains(problem, config)) < config.splits),
+            "TRANSPOSED": int(transposes(problem)),
+            "ODD": int(joined(problem).group_channels[1] % 4 > 0),
             "ROW_BYTES": row_bytes(problem),
             **field_macros(config, "swap"),
             "PERSISTENT": int(config.workers > 0),
             "TEAMS": config.teams,
             "OWN_STORES": int(self._stores_itself(problem, config)),
-            "B_MN": int(is_forward),
-            "B_WHOLE": int(is_forward and _is_whole(problem, config)),
+            "B_MN": int(is_mn),
+            "B_WHOLE": int(is_mn and _is_whole(problem, config)),
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
-        p, order = problem, "bkn" if isinstance(problem, ConvFpropProblem) else "bnk"
-        weight = (p.taps, p.group_channels[0], p.out_channels)
-        whole = _is_whole(p, config)
-        of_weight = operand_map(1, p.dtype, weight, order, config.channels, row_bytes(p), whole)
-        if is_padded(p) and order == "bnk":
-            of_weight = _by_groups(of_weight, p)
+        p = problem
+        buffer = len(self.buffers(p, config)) - 1 if transposes(p) else 1
+        if _is_mn_major(p):
+            shape, whole = (p.taps, p.group_channels[0], p.out_channels), _is_whole(p, config)
+            of_weight = operand_map(buffer, p.dtype, shape, "bkn", config.channels, row_bytes(p), whole)
+        else:
+            of_weight = operand_map(buffer, p.dtype, weight_shape(p), "bnk", config.channels, row_bytes(p))
+            of_weight = _by_groups(of_weight, p) if is_padded(p) else of_weight
         operands = _lhs_map(p, config), of_weight
         return (*operands, _result_map(p)) if _is_stored_by_tma(p, config) else operands
+
+    def partials_offset(self, problem: ConvProblem) -> int:
+        return weight_bytes(problem)
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config) -> int:
+        return weight_bytes(problem) + super().workspace_bytes(problem, config)
+
+    def launches(self, problem: ConvProblem, config: Config) -> tuple[plan.Launch, ...]:
+        main, *rest = super().launches(problem, config)
+        if not transposes(problem):
+            return main, *rest
+        # The main kernel waits for the weight itself.
+        return self._transposition(problem, config), dataclasses.replace(main, programmatic=True), *rest
+
+    def _transposition(self, problem: ConvProblem, config: Config) -> plan.Launch:
+        """The launch of the kernel that transposes the weight."""
+        taps, columns, channels = weight_shape(problem)
+        groups = problem.feature_group_count
+        tiles_n, tiles_k = -(-columns // _WEIGHT_SIDE), -(-channels // groups // _WEIGHT_SIDE)
+        fields = {
+            "k": channels // groups,
+            "n": columns,
+            "groups": Divisor.of(groups),
+            "tiles_k": Divisor.of(tiles_k),
+            "tiles_n": Divisor.of(tiles_n),
+        }
+        to = plan.Pointer(len(self.buffers(problem, config)) - 1)
+        grid, params = (taps * groups * tiles_k * tiles_n, 1, 1), (plan.Pointer(1), to, Struct("WeightArgs", fields))
+        return plan.Launch(self.kernel_name(problem, "_transpose"), grid, (_WEIGHT_THREADS, 1, 1), params)
 
     def result(self, problem: ConvProblem, config: Config) -> plan.Param:
         return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
@@ -409,7 +449,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
 def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:
     """Lines that TMA's rows touch for a tile of `stages` stages, with all its phases: loads and stores."""
-    of, blocks = forward(problem), stages * ROW_BYTES // row_bytes(problem)
+    of, blocks = joined(problem), stages * ROW_BYTES // row_bytes(problem)
 
     def rows(count: int, pitch: int) -> float:
         return count * lines_of_row(pitch)
@@ -420,6 +460,24 @@ def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight
     if stores:
         lines += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
     return lines
+
+
+def _is_mn_major(problem: ConvProblem) -> bool:
+    """Whether the weight is read as a forward pass has it, contiguous along its columns."""
+    return isinstance(problem, ConvFpropProblem) and not transposes(problem)
+
+
+def _unmeasured(p: ConvProblem) -> str | None:
+    """Why XLA is preferred for a pass of a kind of which no times are known; None for the kinds that XLA computes
+    slowly: few channels in float32, and few channels of the result."""
+    channels, columns = forward(p).group_channels
+    if transposes(p) and is_matrix_product(p):
+        return "products whose weight is transposed first were not measured"
+    if p.dtype == "float32" and max(channels, columns) > _FEW_CHANNELS:
+        return f"float32 with {channels} to {columns} channels, more than {_FEW_CHANNELS}, was not measured"
+    if columns % 4 and columns > _FEW_COLUMNS:
+        return f"{columns} channels of the result, no multiple of 4 and more than {_FEW_COLUMNS}, were not measured"
+    return None
 
 
 def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
@@ -439,14 +497,14 @@ def _is_whole(problem: ConvProblem, config: Config) -> bool:
 
 def _result_map(problem: ConvProblem) -> plan.TiledMap:
     """The map of the output, with its channels by groups: columns of a tile beyond its group are not stored."""
-    columns, groups, item = forward(problem).group_channels[1], problem.feature_group_count, 2
+    columns, groups, item = joined(problem).group_channels[1], problem.feature_group_count, 2
     dims = columns, groups, pixels(problem)
     return plan.TiledMap(2, problem.out_dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
 
 
 def _by_groups(weight: plan.TiledMap, problem: ConvProblem) -> plan.TiledMap:
     """The map of an input gradient's weight with its k by groups: (k of a group, columns, groups, taps)."""
-    each, groups = forward(problem).group_channels[0], problem.feature_group_count
+    each, groups = joined(problem).group_channels[0], problem.feature_group_count
     (_, columns, taps), (column, tap) = weight.dims, weight.strides
     of_group = each * jnp.dtype(problem.dtype).itemsize
     box = (*weight.box[:2], 1, 1)
@@ -454,7 +512,7 @@ def _by_groups(weight: plan.TiledMap, problem: ConvProblem) -> plan.TiledMap:
 
 
 def _lhs_map(problem: ConvProblem, config: Config) -> plan.TiledMap | plan.Im2colMap:
-    p, of, padded = folded(forward(problem), 1), axes(problem, config.taps)[::-1], is_padded(problem)
+    p, of, padded = folded(joined(problem), 1), axes(problem, config.taps)[::-1], is_padded(problem)
     if is_matrix_product(p):
         shape, order = (1, pixels(problem), p.in_channels), "bmk"
         if padded:

@@ -13,10 +13,11 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.base import refusals
 from jax_splitk.kernels.base.geometry import is_matrix_product
-from jax_splitk.kernels.base.passes import forward
+from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, pixels, tap_counts
 from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
 from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
@@ -108,8 +109,27 @@ class Config(SplitTile):
 def is_padded(problem: ConvProblem) -> bool:
     """Whether groups are padded to whole blocks of channels with the zeros that TMA puts beyond the end of a dimension.
     The tensor maps then have a dimension for the groups, so that the next group's channels are beyond this end."""
-    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    size = joined(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
     return problem.feature_group_count > 1 and size % (ROW_BYTES // 2) > 0 and len(axes(problem)) < 3
+
+
+def transposes(problem: ConvProblem) -> bool:
+    """Whether a kernel first transposes the weight in the workspace: a forward pass's, whose columns are contiguous, if
+    they are float32, which WGMMA reads only K-major, or if a group's are no whole 16 bytes, which TMA cannot load."""
+    row = problem.group_channels[1] * jnp.dtype(problem.dtype).itemsize
+    return isinstance(problem, ConvFpropProblem) and (problem.dtype == "float32" or row % 16 > 0)
+
+
+def weight_shape(problem: ConvProblem) -> tuple[int, int, int]:
+    """(taps, columns, k) of a weight that is contiguous along k: a transposed one, or an input gradient's."""
+    p = joined(problem)
+    return p.taps, p.group_channels[1], p.in_channels
+
+
+def weight_bytes(problem: ConvProblem) -> int:
+    """Bytes at the start of the workspace for the transposed weight."""
+    size = math.prod(weight_shape(problem)) * jnp.dtype(problem.dtype).itemsize
+    return -(-size // ROW_BYTES) * ROW_BYTES if transposes(problem) else 0
 
 
 def im2col_limits(problem: ConvProblem) -> tuple[int, int, int]:
@@ -122,7 +142,7 @@ def row_bytes(problem: ConvProblem) -> int:
     """Bytes of a block of channels at one tap: a row of shared memory, or a half or a quarter of a row, so that a stage
     has several taps instead of zeros. With groups that are not padded it divides the channels of a group, since the
     next group's channels follow. Padded groups have the longest rows that do not add many zeros."""
-    size = forward(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+    size = joined(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
     if is_padded(problem):
         whole = {row: -(-size // row) * row for row in SWIZZLES if row >= _LEAST_ROW}
         return max(row for row, total in whole.items() if total <= _MAX_PADDING * min(whole.values()))
@@ -138,14 +158,14 @@ def block_k(problem: ConvProblem) -> int:
 
 def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
     """(tiles along pixels, tiles along channels) of a phase and group."""
-    rows, columns = pixels(problem, config.taps), forward(problem).group_channels[1]
+    rows, columns = pixels(problem, config.taps), joined(problem).group_channels[1]
     return -(-rows // config.pixels), -(-columns // config.channels)
 
 
 @functools.lru_cache(maxsize=4096)
 def shared_taps(problem: ConvProblem) -> int:
     """How many taps of a filter row a stage may have."""
-    if is_matrix_product(forward(problem)) or any(axis.up > 1 for axis in axes(problem)):
+    if is_matrix_product(joined(problem)) or any(axis.up > 1 for axis in axes(problem)):
         return 1
     last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
     fits = last.down == 1 and last.reach <= MAX_REACH and last.upper <= im2col_limits(problem)[1]
@@ -161,4 +181,4 @@ def can_persist(problem: ConvProblem) -> bool:
     """Whether a persistent thread block can hand over its results: they have 16 bits and are stored in units of 16
     bytes. Each phase must have taps, since phases of zeros are no faster this way."""
     halves = {problem.dtype, problem.out_dtype} <= set(refusals.HALVES)
-    return halves and forward(problem).group_channels[1] % 8 == 0 and all(map(math.prod, tap_counts(problem)))
+    return halves and joined(problem).group_channels[1] % 8 == 0 and all(map(math.prod, tap_counts(problem)))

@@ -10,7 +10,7 @@ import itertools
 import math
 
 from jax_splitk.kernels.base.geometry import folded
-from jax_splitk.kernels.base.passes import forward
+from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.problems.conv_wgrad import ConvProblem
 
 
@@ -103,7 +103,7 @@ class Axis:
 def axes(problem: ConvProblem, shared: int = 1) -> tuple[Axis, ...]:
     """The axes of the forward pass with the fewest possible spatial dimensions; `shared` taps of the last axis share
     their pixels."""
-    p = folded(forward(problem), 1)
+    p = folded(joined(problem), 1)
     sizes = (p.input_spatial, p.output_spatial, p.kernel_spatial, p.window_strides, p.lhs_dilation)
     lows = tuple(low for low, _ in p.padding)
     *others, last = (Axis(*of) for of in zip(*sizes, lows, p.rhs_dilation, strict=True))
@@ -118,7 +118,7 @@ def tap_counts(problem: ConvProblem, shared: int = 1) -> tuple[tuple[int, ...], 
 
 def pixels(problem: ConvProblem, shared: int = 1) -> int:
     """The pixels of a phase in all images."""
-    return folded(forward(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem, shared))
+    return folded(joined(problem), 1).batch * math.prod(axis.pixels for axis in axes(problem, shared))
 
 
 def phases(problem: ConvProblem) -> int:

@@ -1,5 +1,5 @@
 // Forward convolutions with few or odd channels on Hopper: any strides, dilations and padding, one to three
-// spatial dimensions, 16-bit operands.
+// spatial dimensions, operands of 16 bits or float32.
 //
 //   out[pixel, k] = sum over (tap, c) of x[pixel * stride - pad + tap * dilation, c] * w[tap, c, k]
 //
@@ -11,7 +11,11 @@
 // are neighbours in memory (a tap's channels or, with RUNS, those of a filter row), and segments are filled
 // up to eights, so that what a lane loads is a compile-time constant away from its pixel. Fillings are zeros:
 // in A, where neighbours of the window are read in their place, and in B, the weights, which stay in shared
-// memory, MN-major under the 128-byte swizzle, while thread blocks go from tile to tile.
+// memory while thread blocks go from tile to tile: MN-major under the 128-byte swizzle, or for float32 K-major
+// without swizzle, [four elements][output channel] of 16 bytes.
+//
+// float32 is rounded to tf32 (to nearest), and a product has one eight instead of two. Its order is 0 2 4 6 1
+// 3 5 7, so that a lane's two elements are neighbours there, too.
 //
 // Roles: warpgroup 0 is the producer of stages (cp.async, or its own loads and stores), the others are
 // consumers, which first load the weights. `full` has an arrival of each producer thread, `empty` one of each
@@ -21,44 +25,78 @@
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
-// aligned as pairs, GROUP: products of 16 elements in a batch, ODD: output channels are no multiple of 8, and
+// aligned as pairs, GROUP: products of a batch, ODD: output channels are no multiple of 8, and
 // results are stored one by one; MIRRORED.
 
 #include "device/output.cuh"
 #include "device/skeleton.cuh"
+#include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "gather/input.cuh"
 #include "structs.cuh"
 
+#if ELEMENT == 0
+using Wgmma = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;
+constexpr int EIGHTS_OF_STEP = 1;  // of a product
+#else
 using Wgmma = WGMMA_16(TILE_N, RS)<GMMA::Major::K, GMMA::Major::MN>;
+constexpr int EIGHTS_OF_STEP = 2;
+#endif
 
 constexpr int CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr int THREADS = PRODUCERS + CONSUMER_THREADS;
 constexpr int ACCUMULATORS = TILE_N / 2;            // per thread and 64-row block
 constexpr int EIGHTS = (PARITY + SEGMENT + 7) / 8;  // of a segment
-constexpr int STEPS = (SEGMENTS * EIGHTS + 1) / 2;  // products of a 64-row block
-constexpr int BOX_BYTES = STEPS * 16 * 128;         // 64 columns of the weights
+// Products of a 64-row block.
+constexpr int STEPS = (SEGMENTS * EIGHTS + EIGHTS_OF_STEP - 1) / EIGHTS_OF_STEP;
+#if ELEMENT == 0
+constexpr int CHUNK_BYTES = TILE_N * 16;      // four rows of the weights
+constexpr int STEP_BYTES = 2 * CHUNK_BYTES;  // a product's
+constexpr int WEIGHT_BYTES = STEPS * STEP_BYTES;
+#else
+constexpr int BOX_BYTES = STEPS * 16 * 128;  // 64 columns of the weights
+constexpr int STEP_BYTES = 16 * 128;
 constexpr int WEIGHT_BYTES = (TILE_N + 63) / 64 * BOX_BYTES;
+#endif
 
 using Accumulator = float[ACCUMULATORS];
 using Windows = Pipeline<STAGES, PRODUCERS, 4 * CONSUMERS>;
 
 // ---- weights ---------------------------------------------------------------------------------------------
 
+// Where the weight of a segment's element and output channel `k` is.
+__device__ inline int64_t weight_at(const Args& g, int segment, int position, int k) {
+  if constexpr (MIRRORED) {  // a segment is a tap's channels or, with RUNS, those of a filter row
+    constexpr int ALL = SEGMENTS * SEGMENT / SLICE;
+    const int tap = segment * (SEGMENT / SLICE) + position / SLICE;
+    return (int64_t(ALL - 1 - tap) * g.out_channels + k) * SLICE + position % SLICE;
+  }
+  return (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
+}
+
 // By all consumers, with zeros where a segment is filled up and beyond the output channels.
 __device__ inline void load_weights(const Args& g, const Element* w, uint32_t weights, int k0) {
-#if ODD || MIRRORED
+#if ELEMENT == 0
+  // A chunk has the even or the odd rows of an eight.
+  for (int i = threadIdx.x - PRODUCERS; i < STEPS * 2 * TILE_N; i += CONSUMER_THREADS) {
+    const int chunk = i / TILE_N, segment = chunk / 2 / EIGHTS, k = k0 + i % TILE_N;
+    const int first = chunk / 2 % EIGHTS * 8 + chunk % 2 - PARITY;
+    uint32_t value[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int position = first + 2 * j;
+      const bool is_there = position >= 0 && position < SEGMENT && k < g.out_channels;
+      value[j] = is_there ? tf32(__float_as_uint(w[weight_at(g, segment, position, k)])) : 0;
+    }
+    store_shared(weights + i * 16, make_uint4(value[0], value[1], value[2], value[3]));
+  }
+#elif ODD || MIRRORED
   for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * TILE_N; i += CONSUMER_THREADS) {
     const int row = i / TILE_N, column = i % TILE_N, k = k0 + column;
     const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
     const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
-    int64_t from = (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
-    if constexpr (MIRRORED) {  // a segment is a tap's channels or, with RUNS, those of a filter row
-      constexpr int ALL = SEGMENTS * SEGMENT / SLICE;
-      const int tap = segment * (SEGMENT / SLICE) + position / SLICE;
-      from = (int64_t(ALL - 1 - tap) * g.out_channels + k) * SLICE + position % SLICE;
-    }
+    const int64_t from = weight_at(g, segment, position, k);
     const uint16_t value = is_there ? reinterpret_cast<const uint16_t*>(w)[from] : uint16_t(0);
     store_shared(weights + column / 64 * BOX_BYTES + swizzled(row, column / 8 % 8) + column % 8 * ITEM,
                  value);
@@ -99,6 +137,34 @@ __device__ constexpr int segment_offset(int segment) {
   return row / KERNEL_H * ROWS * ROW_PITCH + row % KERNEL_H * TAP_ROW + s * TAP_COL + LEAD - PARITY;
 }
 
+#if ELEMENT == 0
+// Which of a lane's two elements count, at a segment's ends: of its first eight, of its last.
+struct Masks {
+  uint2 first, last;
+  __device__ explicit Masks(int pair) {
+    const int left = PARITY + SEGMENT - (EIGHTS - 1) * 8 - pair;
+    first = make_uint2(pair < PARITY ? 0u : ~0u, ~0u);
+    last = make_uint2(left <= 0 ? 0u : ~0u, left <= 1 ? 0u : ~0u);
+  }
+};
+
+// A lane's two elements of an eight of the filter; `at`: of the pixel.
+__device__ __forceinline__ void load_two(uint32_t at, int eight, const Masks& masks, uint32_t& even,
+                                         uint32_t& odd) {
+  const int segment = eight / EIGHTS, place = eight % EIGHTS;
+  const uint32_t from = at + (segment_offset(segment) + place * 8) * ITEM;
+  uint2 two;
+  if constexpr (PAIRED) {
+    two = load_shared<uint2>(from);
+  } else {
+    two = make_uint2(load_shared<uint32_t>(from), load_shared<uint32_t>(from + ITEM));
+  }
+  if (PARITY && place == 0) two.x &= masks.first.x;
+  if ((PARITY + SEGMENT) % 8 && place == EIGHTS - 1) two.x &= masks.last.x, two.y &= masks.last.y;
+  even = tf32(two.x);
+  odd = tf32(two.y);
+}
+#else
 // Which of a lane's pairs of elements count, at a segment's ends: those of its first eight, of its last.
 struct Masks {
   uint32_t first, last;
@@ -125,6 +191,19 @@ __device__ __forceinline__ uint32_t load_pair(uint32_t at, int eight, const Mask
   if ((PARITY + SEGMENT) % 8 && place == EIGHTS - 1) pair &= masks.last;
   return pair;
 }
+#endif
+
+// A's fragment of a product; `at`: of the two rows' pixels.
+__device__ __forceinline__ void load_fragment(const uint32_t (&at)[2], int step, const Masks& masks,
+                                              uint32_t (&a)[4]) {
+#if ELEMENT == 0
+#pragma unroll
+  for (int row = 0; row < 2; ++row) load_two(at[row], step, masks, a[row], a[2 + row]);
+#else
+#pragma unroll
+  for (int j = 0; j < 4; ++j) a[j] = load_pair(at[j % 2], step * 2 + j / 2, masks);
+#endif
+}
 
 // acc = windows of the rows whose pixels are at `at` (two of a thread) times the weights.
 __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks& masks, Accumulator& acc) {
@@ -137,9 +216,7 @@ __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks
     if (first >= 2 * GROUP) wait_batches<1>();
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
-      if (first + i >= STEPS) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) now[i][j] = load_pair(at[j % 2], (first + i) * 2 + j / 2, masks);
+      if (first + i < STEPS) load_fragment(at, first + i, masks, now[i]);
     }
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
@@ -149,7 +226,7 @@ __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks
 #pragma unroll
       for (int i = 0; i < GROUP; ++i) {
         if (first + i >= STEPS) continue;
-        wgmma<Wgmma>(now[i], b + (first + i) * (16 * 128 >> 4), acc, scale);
+        wgmma<Wgmma>(now[i], b + (first + i) * (STEP_BYTES >> 4), acc, scale);
         scale = GMMA::ScaleOut::One;
       }
     };
@@ -240,7 +317,11 @@ __device__ inline void consume(const Args& g, const Element* w, uint32_t weights
   sync_threads<CONSUMER_THREADS, 1>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - PRODUCERS / 32;
   const int first = warp / 4 * 64 * BLOCKS + warp % 4 * 16;  // the warp's rows of its first block
+#if ELEMENT == 0
+  const uint64_t b = operand(weights, CHUNK_BYTES, 128, Swizzle::NONE);
+#else
   const uint64_t b = operand(weights, BOX_BYTES);
+#endif
   const Masks masks(2 * (lane % 4));
   [[maybe_unused]] uint32_t turn = turns;
 #if OUT != 0

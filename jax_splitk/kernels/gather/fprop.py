@@ -26,13 +26,14 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
-MAX_CHANNELS = 16  # where other kernels serve more
+MAX_CHANNELS = {2: 16, 4: 32}  # by bytes of an element, where other kernels serve more
 MAX_ODD_CHANNELS = 256
 TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
 MAX_STEPS, MAX_ROWS = 128, 1024
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
 _OTHER_REGISTERS = 34
+_ROUNDING = 12  # instructions that round a product's four elements of a lane to tf32
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
 
@@ -54,13 +55,15 @@ def _gradient(p: ConvProblem) -> ConvWgradProblem:
 
 
 def _is_odd(p: ConvProblem) -> bool:
-    """Whether the family im2col refuses the channels, which TMA loads in units of 16 bytes."""
+    """Whether TMA cannot load the channels, in units of 16 bytes; in 16 bits also those of the result."""
+    if p.dtype == "float32":
+        return forward(p).in_channels % 4 > 0
     return p.in_channels % (8 if isinstance(p, ConvFpropProblem) else 4) > 0 or p.out_channels % 8 > 0
 
 
 def _least_stages(p: ConvProblem) -> int:
     """With many channels three stages would leave no room for the weights."""
-    return MIN_STAGES if _gradient(p).in_channels <= MAX_CHANNELS else 2
+    return MIN_STAGES if _gradient(p).in_channels <= MAX_CHANNELS[2] else 2
 
 
 def _volume(p: ConvProblem) -> Volume:
@@ -71,9 +74,9 @@ def _layout(v: Volume, config: Config) -> Layout:
     return layout_of(v, config.tile, v.channels)
 
 
-def _steps(x: Layout) -> int:
-    """Products of 16 elements, with each segment filled up to a multiple of eight."""
-    return -(-x.segments * -(-(x.parity + x.segment) // 8) // 2)
+def _steps(v: Volume, x: Layout) -> int:
+    """Products of 32 bytes, with each segment filled up to a multiple of eight elements."""
+    return -(-x.segments * -(-(x.parity + x.segment) // 8) * v.item // 4)
 
 
 def _turn_bytes(config: Config, out_dtype: str) -> int:
@@ -85,7 +88,8 @@ def _turn_bytes(config: Config, out_dtype: str) -> int:
 def _shared_bytes(p: ConvProblem, config: Config) -> int:
     v = _volume(p)
     x = _layout(v, config)
-    weights = -(-config.tile_n // 64) * _steps(x) * 16 * 128
+    columns = config.tile_n if v.item == 4 else -(-config.tile_n // 64) * 64
+    weights = columns * _steps(v, x) * 32
     turns = 4 * config.consumers * _turn_bytes(config, p.out_dtype)
     return weights + config.stages * x.stage_bytes(v, config.images) + turns + _ALIGNMENT_BYTES
 
@@ -119,7 +123,7 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
 
 
 class Gather(ModelledFamily[ConvProblem, Config]):
-    """Serves few or odd channels, each of the input connected to all of the output."""
+    """Serves few or odd channels, each of the input connected to all of the output. float32 is multiplied in tf32."""
 
     ABI = 1
     file = "gather/fprop.cu"
@@ -128,13 +132,14 @@ class Gather(ModelledFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = _gradient(problem)
-        if (reason := refusals.dtypes(p, refusals.HALVES) or refusals.groups(p)) is not None:
+        reason = refusals.dtypes(p, (*refusals.HALVES, "float32")) or refusals.tf32(p) or refusals.groups(p)
+        if reason is not None:
             return reason
         odd = _is_odd(problem)
         if not (odd or isinstance(problem, ConvFpropProblem)):
             given = f"{problem.in_channels} input and {problem.out_channels} output channels"
-            return f"{given}; accepted: numbers that the family im2col refuses"
-        most = MAX_ODD_CHANNELS if odd else MAX_CHANNELS
+            return f"{given}; accepted: numbers that TMA cannot load"
+        most = MAX_ODD_CHANNELS if odd else MAX_CHANNELS[_volume(problem).item]
         if p.in_channels > most:
             return f"{p.in_channels} channels of the input; accepted: 1 to {most}"
         if p.out_channels > 65535 * TILE_N[0]:
@@ -159,8 +164,9 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         if min(config.tile) < 1 or config.pixels > config.tile_m:
             given = f"images {config.images}, tile_p {config.tile_p} and tile_q {config.tile_q}"
             return f"{given}; accepted: products of 1 to {config.tile_m}"
-        if (steps := _steps(_layout(_volume(problem), config))) > MAX_STEPS:
-            return f"{steps} products of 16 elements of the filter; accepted: up to {MAX_STEPS}"
+        v = _volume(problem)
+        if (steps := _steps(v, _layout(v, config))) > MAX_STEPS:
+            return f"{steps} products of {32 // v.item} elements of the filter; accepted: up to {MAX_STEPS}"
         if not _group(config, 1):
             return (
                 f"tile_n {config.tile_n} with {config.consumers} consumers; accepted: tiles that fit in their registers"
@@ -168,6 +174,13 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         if (needed := _shared_bytes(problem, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return None
+
+    def why_xla_untuned(self, problem: ConvProblem) -> str | None:
+        """XLA is known to be slow for few channels of float32 alone."""
+        channels = _gradient(problem).in_channels
+        if problem.dtype != "float32" or channels <= MAX_CHANNELS[4]:
+            return None
+        return f"{channels} channels of float32, more than {MAX_CHANNELS[4]}, were not measured"
 
     def uncertainty(self, problem: Any, target: Target) -> float:
         """That of the forward passes also for input gradients, of which there are no times yet."""
@@ -207,9 +220,13 @@ class Gather(ModelledFamily[ConvProblem, Config]):
     def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         v = _volume(problem)
         x, together = _layout(v, config), _blocks_per_sm(problem, config)
-        steps, tiles = _steps(x), math.prod(config.block_counts(v)) * -(-v.out_channels // config.tile_n)
+        steps, tiles = _steps(v, x), math.prod(config.block_counts(v)) * -(-v.out_channels // config.tile_n)
         row_blocks = config.consumers * config.blocks
-        loads = 16 * steps * (1 if x.paired else 2)  # of a 64-row block's warps
+        # Rows of shared memory, and instructions, for the loads of a 64-row block's warps.
+        loads = 16 * steps * (2 if v.item == 2 and not x.paired else 1)
+        load_instructions = loads / 4
+        if v.item == 4:
+            load_instructions = steps * ((2 if x.paired else 4) + _ROUNDING)
         tensor = steps * max(16, config.tile_n / 2)
         shared = loads + steps * config.tile_n / 4 + config.tile_n * 2
         copies = x.stage_bytes(v, config.images) / x.granule
@@ -218,7 +235,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             tensor_clocks=turns * row_blocks * tensor,
             shared_bytes=turns * (row_blocks * shared * 128 + x.stage_bytes(v, config.images)),
             l2_bytes=turns * x.stage_bytes(v, config.images),
-            instructions=turns * (copies + row_blocks * 4 * (loads / 4 + steps + config.tile_n)),
+            instructions=turns * (copies + row_blocks * 4 * (load_instructions + steps + config.tile_n)),
             turns=turns * row_blocks * (steps + 4 + config.tile_n / 16) / (config.consumers * together),
             memory_bytes=problem.bytes_moved,
         )

@@ -37,6 +37,7 @@
 
 #include "device/skeleton.cuh"
 #include "device/split_k.cuh"
+#include "device/tf32.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -136,13 +137,6 @@ __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, 
 }
 
 // ---- transposers ------------------------------------------------------------------------------------------
-
-// To nearest, in the upper 19 bits that WGMMA takes. Not cvt.rna, which takes one instruction more and makes
-// the largest floats infinite.
-__device__ inline uint32_t tf32(uint32_t x) {
-  constexpr float largest = 0x1.ffcp127f;  // of those that half a unit does not carry to infinity
-  return fabsf(__uint_as_float(x)) <= largest ? x + 0x1000 : x;
-}
 
 using Four = Vec<uint32_t, 4>;
 

@@ -11,7 +11,6 @@ import pytest
 
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.contraction import im2col
-from jax_splitk.problems.conv_passes import ConvDgradProblem
 from jax_splitk.runtime import compiler
 from tests import few_kernels, on_gpu, poison, random_problems
 from tests.kernels.conv.tried import BOTH, IM2COL, draw_im2col
@@ -32,6 +31,7 @@ RARE: tuple[Wanted, ...] = (
     (lambda p: p.feature_group_count > 1, ANY[1]),
     (lambda p: max(p.window_strides) > 1, ANY[1]),
     (lambda p: max(p.lhs_dilation) > 1, ANY[1]),
+    (im2col.transposes, ANY[1]),
 )
 THREADS = 4  # XLA compiles what surrounds the kernels
 
@@ -78,8 +78,7 @@ def test_random_problems_are_of_every_kind() -> None:
         of = [(p, c) for _, p, c in runs if p.op == kind.op]
         assert len(of) == RANDOM
         assert {p.rank for p, _ in of} == {1, 2, 3} and {p.out_dtype for p, _ in of} == set(OUT_DTYPES)
-        floats = {"float32"} if kind is ConvDgradProblem else set()
-        assert {p.dtype for p, _ in of} == {"bfloat16", "float16"} | floats
+        assert {p.dtype for p, _ in of} == {"bfloat16", "float16", "float32"}
         assert {c.reduction for _, c in of} == {"none", "workspace"}
         assert {im2col.row_bytes(p) for p, _ in of} == {32, 64, 128} and {c.tile_n for _, c in of} >= {16, 32, 64}
         assert sum(c.taps > 1 for _, c in of) > RANDOM / 20

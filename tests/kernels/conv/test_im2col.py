@@ -8,11 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_splitk.kernels.contraction import im2col, phases
+from jax_splitk.kernels.contraction import im2col, im2col_config, phases
 from jax_splitk.kernels.contraction.im2col import Config
+from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.device.wgmma_tile import max_stages
-from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, transposed
+from jax_splitk.problems.conv_passes import ConvFpropProblem, transposed
 from jax_splitk.problems.conv_wgrad import ConvProblem
+from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, tf32
 from tests.kernels import emulated
@@ -30,25 +32,81 @@ def tile(tile_m: int, tile_n: int, splits: int = 1, reduction: str = "none") -> 
     return Config(tile_m, tile_n, max_stages(tile_m, tile_n), splits, reduction)
 
 
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
-def test_float32_is_rounded_to_nearest(kernel: tuple[int, int]) -> None:
+def test_float32_is_rounded_to_nearest(kind: type[Any], kernel: tuple[int, int]) -> None:
     """The loads of both operands round, in im2col mode and as a plain matrix."""
-    p = problem(ConvDgradProblem, (9, 10), kernel, 36, 40, dtype="float32", out_dtype="float32")
+    p = problem(kind, (9, 10), kernel, 36, 40, dtype="float32", out_dtype="float32")
     with seeded(85) as rng:
-        g, weight = (rng.normal(size=shape).astype(np.float32) for shape in p.operand_shapes)
+        x, weight = (rng.normal(size=shape).astype(np.float32) for shape in p.operand_shapes)
         out = np.zeros(p.out_shape, np.float32)
-        plan = im2col.DGRAD.plan(p, im2col.Config(64, 64, 4))
-        emulator.run(plan, [g, weight], [out])
-    want = float64.conv_dgrad_on_host(p, tf32.nearest(g), tf32.nearest(weight))
+        made = IM2COL.of(p).plan(p, im2col.Config(64, 64, 4))
+        emulator.run(made, [x, weight], [out])
+    want = float64.ON_HOST[p.op](p, tf32.nearest(x), tf32.nearest(weight))
     assert np.linalg.norm(out - want) <= 1e-6 * np.linalg.norm(want)
 
 
-def test_float32_is_an_input_gradients() -> None:
-    forward, gradient = (problem(kind, (9, 10), (3, 3), 64, 64, dtype="float32") for kind in BOTH)
-    assert "dtype float32; accepted: bfloat16, float16" in str(im2col.FPROP.refusal(forward))
-    assert im2col.DGRAD.refusal(gradient) is None
-    highest = dataclasses.replace(gradient, precision="highest")
-    assert "precision 'highest'; accepted" in str(im2col.DGRAD.refusal(highest))
+def test_weights_that_cannot_be_read_as_they_are_are_transposed_first() -> None:
+    """The workspace begins with the weight; partial sums follow it."""
+    for channels, changes, transposes in (
+        ((64, 64), {"dtype": "float32"}, True),
+        ((64, 2), {}, True),
+        ((64, 64), {}, False),
+        ((128, 136), {"groups": 2}, True),
+        ((128, 144), {"groups": 2}, False),
+    ):
+        p, q = (problem(kind, (9, 10), (3, 3), *channels, **changes) for kind in BOTH)
+        assert im2col.transposes(p) == transposes and not im2col.transposes(q)
+        size = 9 * channels[0] // p.feature_group_count * channels[1] * (4 if changes.get("dtype") else 2)
+        for config in (tile(64, 64), tile(64, 64, 2, "workspace")):
+            made = im2col.FPROP.plan(p, config)
+            partial = 2 * im2col.FPROP.partial_size(p, config) * 4 if config.splits > 1 else 0
+            assert made.workspace_bytes == transposes * size + partial
+            roles = ["_transpose"] * transposes + [""] + ["_reduce"] * (config.splits > 1)
+            assert [launch.kernel.removeprefix("fprop_im2col") for launch in made.launches] == roles
+            assert [launch.programmatic for launch in made.launches] == [False, *[True] * (len(roles) - 1)]
+            if transposes and partial:
+                assert plan.Pointer(3, size) in made.launches[1].params
+
+
+@pytest.mark.parametrize(("kind", "channels", "kernel", "dtype", "reason"), [
+    (FPROP, (64, 64), (3, 3), "float32", None),
+    (DGRAD, (32, 64), (3, 3), "float32", None),
+    (FPROP, (64, 96), (3, 3), "float32", "float32 with 64 to 96 channels, more than 64, was not measured"),
+    (DGRAD, (96, 64), (3, 3), "float32", "float32 with 64 to 96 channels, more than 64, was not measured"),
+    (FPROP, (64, 64), (1, 1), "float32", "products whose weight is transposed first were not measured"),
+    (FPROP, (256, 2), (3, 3), "bfloat16", None),
+    (FPROP, (256, 53), (3, 3), "bfloat16", "53 channels of the result, no multiple of 4 and more than 16, were"),
+    (FPROP, (256, 256), (3, 3), "bfloat16", None),
+])  # fmt: skip
+def test_kinds_without_times_are_left_to_xla_untuned(
+    kind: type[Any], channels: tuple[int, int], kernel: tuple[int, int], dtype: str, reason: str | None
+) -> None:
+    p = problem(kind, (28, 28), kernel, *channels, padding=kernel[0] // 2, dtype=dtype)
+    found = IM2COL.of(p).why_xla_untuned(p)
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
+@pytest.mark.parametrize(("channels", "size", "kernel", "changes", "by"), [
+    (4, 84, 8, {"stride": 4}, 4),
+    (4, 84, 8, {"stride": 4, "padding": ((0, 0), (2, 2))}, 2),
+    (3, 84, 4, {"stride": 4}, 4),
+    (3, 84, 4, {"stride": 2}, 1),
+    (4, 86, 8, {"stride": 4}, 2),
+    (4, 84, 7, {"stride": 2}, 1),
+    (4, 84, 8, {}, 1),
+    (64, 84, 8, {"stride": 4}, 4),
+    (4, 84, 8, {"stride": 4, "rhs_dilation": 2}, 1),
+    (4, 84, 8, {"stride": 4, "dtype": "bfloat16"}, 1),
+])  # fmt: skip
+def test_pixels_are_joined_where_windows_have_whole_ones(
+    channels: int, size: int, kernel: int, changes: dict[str, Any], by: int
+) -> None:
+    p = problem(FPROP, (21, size), (4, kernel), channels, 32, **{"dtype": "float32", **changes})
+    found = joined(p)
+    assert (found.in_channels, found.input_spatial) == (channels * by, (21, size // by))
+    assert (found.kernel_spatial[1] * by, found.window_strides[1] * by) == (kernel, p.window_strides[1])
+    assert found.out_shape == p.out_shape and found.flops == p.flops and found.bytes_moved == p.bytes_moved
 
 
 @pytest.mark.parametrize(("config", "reason"), [
@@ -82,6 +140,8 @@ def test_persistent_thread_blocks_have_room_for_two_stages() -> None:
 @pytest.mark.parametrize(("kind", "channels", "change"), [
     (FPROP, (64, 64), {"out_dtype": "float32"}),
     (DGRAD, (64, 64), {"dtype": "float32"}),
+    (FPROP, (64, 64), {"dtype": "float32"}),
+    (FPROP, (64, 2), {}),
     (DGRAD, (68, 64), {}),
 ])  # fmt: skip
 def test_persistent_thread_blocks_store_16_bytes(kind: type[Any], channels: tuple[int, int], change: Any) -> None:
@@ -131,17 +191,15 @@ def test_candidates_keep_their_weight_where_they_can() -> None:
     assert any(not IM2COL.of(p).keeps_weight(p, dataclasses.replace(c, stages=5)) for c in keeping)
 
 
-def test_groups_whose_weights_begin_off_16_bytes_are_refused() -> None:
-    """With such weights TMA would end the GPU's context."""
+def test_groups_whose_weights_begin_off_16_bytes_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With such weights as they are TMA would end the GPU's context."""
     p = problem(FPROP, (6, 6), (1, 3), 64, 2 * 68, groups=2)
-    assert "of 32 channels to 68 each; accepted: multiples of 16 from 24 on and of 8, or 1" in str(
-        im2col.FPROP.refusal(p)
-    )
+    emulated.check(im2col.FPROP, p, tile(64, 64))
+    for module in (im2col, im2col_config):
+        monkeypatch.setattr(module, "transposes", lambda _: False)
     x, w = (np.zeros(shape, ml_dtypes.bfloat16) for shape in p.operand_shapes)
     with pytest.raises(emulator.EmulationError, match="a tensor map's load from element 68"):
         emulator.run(im2col.FPROP.plan(p, tile(64, 64)), [x, w], [np.zeros(p.out_shape, ml_dtypes.bfloat16)])
-    # An input gradient's weight is contiguous along its output channels.
-    assert im2col.DGRAD.refusal(problem(DGRAD, (6, 6), (1, 3), 2 * 68, 64, groups=2)) is None
 
 
 def test_padded_groups_have_long_rows_and_no_untuned_choice() -> None:
@@ -222,8 +280,8 @@ def test_taps_of_a_filter_row_share_pixels(kernel: tuple[int, ...], changes: dic
 
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:
     with seeded(83) as rng:
-        for p in (IM2COL.random(rng, BOTH[i % 2], 2e8) for i in range(80)):
-            of = phases.axes(p)
+        for given in (IM2COL.random(rng, BOTH[i % 2], 2e8) for i in range(80)):
+            of, p = phases.axes(given), joined(given) if isinstance(given, ConvFpropProblem) else given
             if tuple(axis.out for axis in of) != p.out_shape[1:-1]:  # folded
                 continue
             for axis, wanted in zip(of, meeting(p), strict=True):

@@ -287,7 +287,7 @@ GROUPED = Tried(
 def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
     steps = ("stride", 5), ("lhs_dilation", 3), ("rhs_dilation", 4)
     more = geometry(rng, (300, 40, 12), (17, 9, 5), *steps)
-    more |= chosen(rng, (HALF, BF16, *({"dtype": dtype, "out_dtype": "float32"} for dtype in ("bfloat16", "float16"))))
+    more |= dtypes(rng, "bfloat16", "float16", "float32")
     if rng.random() < 0.5 and kind is ConvFpropProblem:
         return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
     return conv_of(kind, channels=(int(rng.integers(1, 70)), int(rng.integers(1, 70))), **more)
@@ -317,6 +317,10 @@ GATHER = Tried(
             ((8, 112, 112), (3, 7, 7), (3, 64),
              {"batch": 1, "stride": (1, 2, 2), "padding": ((1, 1), (3, 3), (3, 3)), **BF16}),
             ((8000,), (10,), (1, 512), {"batch": 4, "stride": 5, **BF16}),
+            ((224, 224), (7, 7), (3, 64), {"batch": 4, "stride": 2, "padding": 3, **FLOAT}),
+            ((84, 84), (8, 8), (4, 32), {"batch": 16, "stride": 4, **FLOAT}),
+            ((32, 32), (3, 3), (16, 16), {"batch": 16, "padding": 1, **FLOAT}),
+            ((32, 32), (3, 3), (32, 32), {"batch": 8, "padding": 1, **FLOAT}),
         )
     ]
     + [
@@ -325,16 +329,20 @@ GATHER = Tried(
         for size, kernel, channels, more in (
             ((32, 32), (3, 3), (37, 53), {"padding": 1, **BF16}),
             ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
+            ((28, 28), (3, 3), (37, 5), {"padding": 1, **FLOAT}),
         )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
     base=lambda kind: conv_of(kind, (40, 40), (7, 7), (3, 64), stride=2, padding=3),
     refused=[
-        ({"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
+        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
+        ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
+        ({"dtype": "float32", "in_channels": 36, "out_channels": 36},
+         "36 (channels of the input; accepted: 1 to 32|output channels; accepted: numbers that TMA cannot load)"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
         ({"in_channels": 24, "out_channels": 24},
-         "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that the family im2col)"),
+         "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that TMA cannot load)"),
         ({"in_channels": 257, "out_channels": 257}, "257 channels of the input; accepted: 1 to 256"),
         ({"batch": 0}, "0 output pixels; accepted: 1 to"),
         ({"kernel_spatial": (32, 32), "in_channels": 5, "out_channels": 7}, "take too much shared memory"),
@@ -424,8 +432,8 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
     if rng.random() < 0.3:
         more["rhs_dilation"] = int(rng.integers(1, 4))
     channels = [8 * int(rng.integers(1, 8 * scale)) for _ in range(2)]
-    if kind is ConvDgradProblem:
-        channels[0] -= 4 * int(rng.integers(2))
+    columns = int(kind is ConvFpropProblem)  # which channels the result has
+    channels[columns] -= int(rng.choice([0, 0, 0, 4, 4, int(rng.integers(8))]))
     if rng.random() < 0.2:
         channels = [64 * max(1, c // 64) for c in channels]
     elif rng.random() < 0.3:
@@ -433,9 +441,12 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
     elif rng.random() < 0.3:
         more["groups"] = int(rng.integers(2, 4))
         whole = int(rng.choice([32, 64, 96, *range(24, 128, 8)]))
-        other = 4 * int(rng.integers(1, 24))
+        other = 4 * int(rng.integers(1, 24)) - int(rng.choice([0, 0, 1, 2]))
         channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
-    types = dtypes(rng, *("bfloat16", "float16", "float32")[: 2 + (kind is ConvDgradProblem)])
+    types = dtypes(rng, "bfloat16", "float16", "float32")
+    if types["dtype"] == "float32" and rng.random() < 0.2:  # pixels that may be joined
+        more |= {"stride": 4, "kernel": tuple(4 * -(-k // 4) for k in more["kernel"]), "padding": 0}
+        channels[1 - columns] = int(rng.integers(1, 9))
     return conv_of(kind, channels=(channels[0], channels[1]), **more, **types)
 
 
@@ -465,8 +476,11 @@ DENSE: list[ConvProblem] = [
         (8, (28, 28), (3, 3), (128, 192), {"padding": 1, "groups": 2, "stride": 2}),
         (8, (28, 28), (3, 3), (160, 160), {"padding": 1, "groups": 4}),
         (4, (200,), (64,), (96, 96), {"padding": ((32, 31),), "groups": 2}),
+        (4, (56, 56), (3, 3), (64, 64), {"padding": 1, **FLOAT}),
+        (16, (32, 32), (3, 3), (16, 16), {"padding": 1, **FLOAT}),
+        (4, (64, 64), (3, 3), (128, 2) if kind is ConvFpropProblem else (2, 128), {"padding": 1}),
     )
-]  # fmt: skip
+] + [conv_of(ConvFpropProblem, (84, 84), (8, 8), (4, 32), batch=16, stride=4, **FLOAT)]  # fmt: skip
 IM2COL = Tried(
     {ConvFpropProblem: im2col.FPROP, ConvDgradProblem: im2col.DGRAD},
     lambda c: (c.reduction, c.taps, c.swap, c.workers > 0),
@@ -476,12 +490,12 @@ IM2COL = Tried(
     base=lambda kind: conv_of(kind, (9, 10), (3, 3), padding=1, **BF16),
     refused=[
         ({"feature_group_count": 4}, "feature_group_count 4 of 16 channels to 16 each; accepted: multiples of 8 from"),
-        ({"feature_group_count": 2, "out_channels": 88}, "of (32|44) channels to (44|32) each; accepted: "),
         ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
-        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16"),
+        ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
+        ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted: float32, bfloat16, float16"),
-        ({"in_channels": 30}, "30 input and 64 output channels; accepted: multiples of [48] and 8"),
-        ({"out_channels": 20}, "64 input and 20 output channels; accepted: multiples of [48] and 8"),
+        ({"in_channels": 30, "out_channels": 30}, "30 (input|output) channels; accepted: multiples of 8"),
+        ({"in_channels": 30, "out_channels": 30, "dtype": "float32"}, "channels; accepted: multiples of 4"),
         ({"batch": 0}, "batch 0, input .* accepted: no empty dimension"),
         ({"window_strides": (2, 1), "lhs_dilation": (2, 1)},
          "window stride 2 of an input dilated by 2; accepted: one of"),
