@@ -655,14 +655,21 @@ def _tiled() -> Iterator[Run]:
     for case, config in (
         (gated, tiled.Config(128, 32, 2, 3)),
         (dataclasses.replace(gated, activation="swigluoai", residual="none", **HALVES), tiled.Config(64, 16, 2, 9)),
-        (dataclasses.replace(gated, activation="geglu", out_dtype="float32", bias="float32"), tiled.Config(64, 64, 2, 3)),
+        (
+            dataclasses.replace(gated, activation="geglu", out_dtype="float32", bias="float32"),
+            tiled.Config(64, 64, 2, 3),
+        ),
         (products.Case(20, 256, 70, bias=HALF, activation="relu", residual="float32"), tiled.Config(64, 32, 2, 3)),
         (products.Case(20, 256, 72, channel=True, scale_dtype=E8M0, residual="bfloat16"), tiled.Config(64, 32, 2, 2)),
     ):
         yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)
     for case, tile, splits in (
         (gated, tiled.Config(128, 32, 2, 0), 3),
-        (products.Case(20, 768, 136, bias="bfloat16", residual="bfloat16"), tiled.Config(64, 64, 8, 0, k_warpgroups=2), 2),
+        (
+            products.Case(20, 768, 136, bias="bfloat16", residual="bfloat16"),
+            tiled.Config(64, 64, 8, 0, k_warpgroups=2),
+            2,
+        ),
     ):
         yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
 

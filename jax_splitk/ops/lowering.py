@@ -223,7 +223,7 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
 
 def division_rule(ctx: Any, call: Call, platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
-    problem = call.problem(ctx.avals_in)
+    problem, _ = served(call.problem(ctx.avals_in), platform)
     if call.options.implementation == "xla":
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):

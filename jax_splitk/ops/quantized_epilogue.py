@@ -47,6 +47,11 @@ class EpilogueCall(QuantizedCall):
     problem_type: ClassVar[type[QuantizedMatmulProblem]] = QuantizedEpilogueProblem
 
     @property
+    def is_product(self) -> bool:
+        """Whether there is no epilogue."""
+        return self.activation == "none" and not self.bias and not self.residual
+
+    @property
     def gated(self) -> bool:
         return self.activation in GATED
 
@@ -173,9 +178,7 @@ def _in_lax(*operands: jax.Array, call: EpilogueCall) -> jax.Array:
 # ---- batching --------------------------------------------------------------------------------------------------------
 
 
-def _batch(
-    operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: EpilogueCall
-) -> tuple[jax.Array, int]:
+def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: EpilogueCall) -> tuple[jax.Array, int]:
     """A batch of activations, and of residuals with them, widens the rows. With a batch of weights all operands have
     it. A batch of the bias alone leaves the product as it is."""
     if call.options.config is not None:  # chosen for the rows that the caller sees
@@ -195,9 +198,7 @@ def _batch(
         return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
     last = len(operands) - 1
-    given = [
-        widened(in_front[i]) if i == 0 or (call.residual and i == last) else operands[i] for i in range(last + 1)
-    ]
+    given = [widened(in_front[i]) if i == 0 or (call.residual and i == last) else operands[i] for i in range(last + 1)]
     out = call.bind(*given)
     batch = out.ndim - 2
     return out.reshape(*out.shape[:batch], size, out.shape[-2] // size if size else 0, out.shape[-1]), batch

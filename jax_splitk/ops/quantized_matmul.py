@@ -95,7 +95,8 @@ def quantized_matmul(
         used if the result is float32. None: the product with w itself.
 
     Returns:
-      [..., features], or [*stack, ..., *kept sizes]; of a JoinedWeight the features of one part. The cotangent of an x of dtype float8_e4m3fn saturates at 448.
+      [..., features], or [*stack, ..., *kept sizes]; of a JoinedWeight the features of one part. The cotangent of an x
+      of dtype float8_e4m3fn saturates at 448.
 
     Raises:
       TypeError: dtypes other than those above, a weight of another type, a config of an unknown family, or a config
@@ -129,15 +130,11 @@ def quantized_matmul(
     _check_limit(x, layout, options)
     middle = x.shape[depth : x.ndim - inner]
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
-    rows, gated = math.prod(middle), activation in GATED
-    kept = (features // 2,) if gated else of_w.kept
+    kept = (features // 2,) if activation in GATED else of_w.kept
     shape = (*of_w.stack, *middle, *kept)
-    after = [
-        *([] if bias is None else [_bias(bias, of_w, gated)]),
-        *([] if residual is None else [_residual(residual, shape).reshape(*of_w.stack, rows, math.prod(kept))]),
-    ]
+    after = _after(bias, residual, of_w, shape, activation)
     x, leaves, back_leaves, after = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves), after))
-    matrices = resized(x.reshape(*of_w.stack, rows, k), layout.shape[0])
+    matrices = resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
     call = EpilogueCall(
         layout=layout,
         out_dtype=out_dtype.name,
@@ -146,11 +143,10 @@ def quantized_matmul(
         bias=bias is not None,
         residual=residual is not None,
     )
-    has_epilogue = bool(after) or activation is not None
-    if has_epilogue and back is None and layout.shape[1] == features:
+    if not call.is_product and back is None and layout.shape[1] == features:
         return _with_epilogue(call, matrices, leaves, after).reshape(shape)
     out = resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
-    return (call.around(out, *after) if has_epilogue else out).reshape(shape)
+    return (out if call.is_product else call.around(out, *after)).reshape(shape)
 
 
 def resized(x: jax.Array, size: int) -> jax.Array:
@@ -182,21 +178,25 @@ def _joined(w: Any, activation: Any) -> Any:
     return w
 
 
-def _bias(bias: Any, of_w: "_Axes", gated: bool) -> jax.Array:
-    """The bias of each weight, as [*stack, features] or [*stack, 2, features]."""
-    given, features = jnp.asarray(bias), math.prod(of_w.kept)
-    kept = (2, features // 2) if gated else of_w.kept
-    whole = (*of_w.stack, *kept)
-    if given.shape not in (kept, whole):
-        raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {kept: 0, whole: 0}))}")
-    given = jnp.broadcast_to(_in_kernels(given), whole)
-    return given if gated else given.reshape(*of_w.stack, features)
-
-
-def _residual(residual: Any, shape: tuple[int, ...]) -> jax.Array:
-    given = jnp.asarray(residual)
-    require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
-    return _in_kernels(given)
+def _after(bias: Any, residual: Any, of_w: "_Axes", shape: tuple[int, ...], activation: Any) -> list[jax.Array]:
+    """The bias [*stack, features], or [*stack, 2, features] for a gated activation, and the residual [*stack, rows,
+    features], as far as they are given. `shape`: that of the result."""
+    found, stack, features = [], of_w.stack, math.prod(of_w.kept)
+    if bias is not None:
+        given = jnp.asarray(bias)
+        kept = (2, features // 2) if activation in GATED else of_w.kept
+        whole = (*stack, *kept)
+        if given.shape not in (kept, whole):
+            raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {kept: 0, whole: 0}))}")
+        of_one = kept if activation in GATED else (features,)
+        found.append(jnp.broadcast_to(_in_kernels(given), whole).reshape(*stack, *of_one))
+    if residual is not None:
+        given = jnp.asarray(residual)
+        require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
+        columns = features // 2 if activation in GATED else features
+        rows = math.prod(shape[len(stack) : len(shape) - (1 if activation in GATED else len(of_w.kept))])
+        found.append(_in_kernels(given).reshape(*stack, rows, columns))
+    return found
 
 
 def _in_kernels(x: jax.Array) -> jax.Array:

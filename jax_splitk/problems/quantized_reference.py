@@ -226,8 +226,8 @@ def float16_factor(weight: jax.Array, axis: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax.Array:
-    """a [n, c] times the float32 `weight`, summed over its `axis` of size c, in float32; `out_dtype`: the dtype to which
-    the result will be rounded.
+    """a [n, c] times the float32 `weight`, summed over its `axis` of size c, in float32. The result will be rounded to
+    `out_dtype`.
 
     If a and the result have the same 16-bit dtype, the weight is rounded to it for the tensor cores. This error is at
     most that of rounding the result.

@@ -17,6 +17,8 @@ from jax_splitk.runtime.arguments import quoted, require
 from jax_splitk.runtime.computation import one_computation
 
 ORDERS = ("concatenated", "interleaved")
+# The key of `weight` in a tree's paths, and so in files.
+KEY = "joined"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -40,6 +42,11 @@ class JoinedWeight(Weight):
 
     def __repr__(self) -> str:
         return f"JoinedWeight({self.weight!r})"
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """What the arrays do not say, by name."""
+        return {**self.weight.static, KEY: True}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +81,19 @@ class JoinedWeight(Weight):
         return both[0], both[1]
 
 
-jax.tree_util.register_dataclass(JoinedWeight, data_fields=["weight"], meta_fields=[])
+def _flatten(w: JoinedWeight) -> tuple[tuple[Any], None]:
+    return (w.weight,), None
+
+
+def _flatten_with_keys(w: JoinedWeight) -> Any:
+    return ((jax.tree_util.GetAttrKey(KEY), w.weight),), None
+
+
+def _unflatten(_: None, leaves: Any) -> JoinedWeight:
+    return JoinedWeight(*leaves)
+
+
+jax.tree_util.register_pytree_with_keys(JoinedWeight, _flatten_with_keys, _unflatten, _flatten)
 export.register_pytree_node_serialization(
     JoinedWeight,
     serialized_name="jax_splitk.JoinedWeight",
