@@ -3,8 +3,10 @@ under `lax.scan` over stacked weights. See README.md beside this file.
 
 python -m benchmarks.decode [--layers N] [--rows N ...] [--[no-]scan] [--only NAME ...] [--quick] [--json FILE]
 
-Contestants: XLA's bfloat16 and fp8 products, jax_splitk's bfloat16 product and jax_splitk's int4 product. Under
-`lax.scan` XLA's bfloat16 product also runs with options with which XLA may read the stack in place.
+Contestants: XLA's bfloat16 and fp8 products, jax_splitk's bfloat16 product and jax_splitk's int4 product; and the same
+int4 weights in fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it,
+and residuals are added in the products. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA
+may read the stack in place.
 """
 
 import argparse
@@ -68,12 +70,19 @@ class Contestant:
       multiply: maps (x, stored weight) to the product; traced.
       xla_options: options for XLA's compiler.
       scan_only: whether it runs under `lax.scan` only.
+      joined: whether products are joined, by `fused_layer_step` with the weights of `_joined`.
     """
 
     convert: Callable[[jax.Array], Any]
-    multiply: Callable[[jax.Array, Any], jax.Array]
+    multiply: Callable[..., jax.Array]
     xla_options: dict[str, bool] = dataclasses.field(default_factory=dict)
     scan_only: bool = False
+    joined: bool = False
+
+    @property
+    def format(self) -> Any:
+        """Contestants with the same format share their arrays."""
+        return self.convert, self.joined
 
 
 def _fp8(w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +118,17 @@ CONTESTANTS = {
     "bf16_ours": Contestant(_bf16, _multiply_ours),
     "fp8": Contestant(_fp8, _multiply_fp8),
     "int4_ours": Contestant(_int4, jax_splitk.quantized_matmul),
+    "int4_fused": Contestant(_int4, jax_splitk.quantized_matmul, joined=True),
 }
+
+
+@jax.jit
+def _joined(layer: Layer) -> Layer:
+    """The weights of `fused_layer_step`, from a layer's packed weights."""
+    qkv = [jax_splitk.unpack(layer[name]) for name in "qkv"]
+    side_by_side = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *qkv)
+    both = jax_splitk.join_gate_up(layer["gate"], layer["up"])
+    return {"qkv": jax_splitk.prepack(side_by_side), "o": layer["o"], "gate_up": both, "down": layer["down"]}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -141,23 +160,34 @@ def _normalized(x: jax.Array) -> jax.Array:
 def layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x: jax.Array) -> jax.Array:
     """A layer without a cache of keys and values: the token attends to itself, with a gate in place of the softmax, so
     that XLA cannot drop the products of q and k."""
-    rows, heads = x.shape[0], (sizes.kv_heads, sizes.heads // sizes.kv_heads)
     y = _normalized(x)
-    q = multiply(y, layer["q"]).reshape(rows, *heads, sizes.head)
-    k, v = (multiply(y, layer[name]).reshape(rows, sizes.kv_heads, 1, sizes.head) for name in "kv")
-    weight = jax.nn.sigmoid(jnp.sum((q * k).astype(jnp.float32), axis=-1, keepdims=True) * sizes.head**-0.5)
-    x = x + multiply((weight.astype(v.dtype) * v).reshape(rows, -1), layer["o"])
+    x = x + multiply(_attention(sizes, *(multiply(y, layer[name]) for name in "qkv")), layer["o"])
     y = _normalized(x)
     return x + multiply(jax.nn.silu(multiply(y, layer["gate"])) * multiply(y, layer["up"]), layer["down"])
 
 
-def decode(
-    sizes: Sizes, multiply: Callable[..., jax.Array], scan: bool, tokens: int, layers: Any, x: jax.Array
-) -> jax.Array:
+def fused_layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x: jax.Array) -> jax.Array:
+    """The same layer in four products."""
+    heads, kv = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+    q, k, v = jnp.split(multiply(_normalized(x), layer["qkv"]), (heads, heads + kv), axis=-1)
+    x = multiply(_attention(sizes, q, k, v), layer["o"], residual=x)
+    y = multiply(_normalized(x), layer["gate_up"], activation="swiglu")
+    return multiply(y, layer["down"], residual=x)
+
+
+def _attention(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    rows, heads = q.shape[0], (sizes.kv_heads, sizes.heads // sizes.kv_heads)
+    q = q.reshape(rows, *heads, sizes.head)
+    k, v = (each.reshape(rows, sizes.kv_heads, 1, sizes.head) for each in (k, v))
+    weight = jax.nn.sigmoid(jnp.sum((q * k).astype(jnp.float32), axis=-1, keepdims=True) * sizes.head**-0.5)
+    return (weight.astype(v.dtype) * v).reshape(rows, -1)
+
+
+def decode(sizes: Sizes, contestant: Contestant, scan: bool, tokens: int, layers: Any, x: jax.Array) -> jax.Array:
     """The hidden state after `tokens` steps. A step's input is x and a little of the last step's result: it has to wait
     for that result, but differences between formats do not grow from token to token."""
 
-    step = functools.partial(layer_step, sizes, multiply)
+    step = functools.partial(fused_layer_step if contestant.joined else layer_step, sizes, contestant.multiply)
 
     def token(_: Any, last: jax.Array) -> jax.Array:
         hidden = x + last * jnp.bfloat16(2**-8)
@@ -178,7 +208,7 @@ def compiled_program(
     sizes: Sizes, contestant: Contestant, scan: bool, tokens: int, stored: Any, x: jax.Array
 ) -> tuple[Any, list[str]]:
     """(the compiled program, which kernels jax_splitk chose in it)."""
-    run = functools.partial(decode, sizes, contestant.multiply, scan, tokens)
+    run = functools.partial(decode, sizes, contestant, scan, tokens)
     program = jax.jit(run).lower(stored, x).compile(compiler_options=contestant.xla_options or None)
     decisions = jax_splitk.explain(run, stored, x).decisions
     return program, [f"{d.count} x {d.problem.brief}: {d.family or 'xla'}" for d in decisions]
@@ -243,13 +273,15 @@ def _stored_weights(options: argparse.Namespace) -> dict[tuple[str, bool], Any]:
     stacks: dict[Any, Layer] = {}
     found: dict[tuple[str, bool], Any] = {}
     for name, scan in itertools.product(options.only, scans):
-        convert = CONTESTANTS[name].convert
-        if convert not in formats:
-            formats[convert] = weights(sizes, options.layers, convert)
-        if scan and convert not in stacks:
-            stacks[convert] = _stacked(formats[convert])
-        if scan or not CONTESTANTS[name].scan_only:
-            found[name, scan] = (stacks if scan else formats)[convert]
+        contestant = CONTESTANTS[name]
+        stored = contestant.format
+        if stored not in formats:
+            layers = weights(sizes, options.layers, contestant.convert)
+            formats[stored] = [_joined(layer) for layer in layers] if contestant.joined else layers
+        if scan and stored not in stacks:
+            stacks[stored] = _stacked(formats[stored])
+        if scan or not contestant.scan_only:
+            found[name, scan] = (stacks if scan else formats)[stored]
     return found
 
 

@@ -29,7 +29,17 @@ if _module != "jax_splitk" and not _script:
     from jax_splitk.ops.quantized_matmul import quantized_matmul
     from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
     from jax_splitk.ops.tune import tune, tune_problems
-    from jax_splitk.quantized import PackedWeight, PermutedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+    from jax_splitk.quantized import (
+        JoinedWeight,
+        PackedWeight,
+        PermutedWeight,
+        QuantizedArray,
+        dequantize,
+        join_gate_up,
+        prepack,
+        quantize,
+        unpack,
+    )
     from jax_splitk.quantized.files import load_file, save_file
     from jax_splitk.quantized.flax_serialization import register_flax_serialization
     from jax_splitk.quantized.params import QuantizationReport, QuantizationRule, quantization_report, quantize_params
@@ -49,6 +59,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "FrozenCacheMiss",
+    "JoinedWeight",
     "PackedWeight",
     "PermutedWeight",
     "QuantizationReport",
@@ -66,6 +77,7 @@ __all__ = [
     "explain",
     "from_state",
     "intercept",
+    "join_gate_up",
     "load_checkpoint",
     "load_file",
     "matmul",

@@ -8,6 +8,7 @@ from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
@@ -30,6 +31,7 @@ __all__ = [
     "Launch",
     "MapParam",
     "Pointer",
+    "QuantizedEpilogueProblem",
     "QuantizedMatmulProblem",
     "QuantizedRaggedDotProblem",
     "QuantizedTransposedProblem",

@@ -48,6 +48,7 @@ from tests.random_problems import device_plan
 
 SEED = 7
 HALF, E4M3, E8M0 = "float16", "float8_e4m3fn", "float8_e8m0fnu"
+HALVES = {"x_dtype": HALF, "out_dtype": HALF, "scale_dtype": HALF}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,8 @@ def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
         # The tensor cores' sums of e4m3 products keep 13 bits at least.
         x = products.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
         operands = tuple(np.asarray(array) for array in products.operands(prepack(q), x, case.x_dtype))
-    return operands, (x @ case.multiplied(weight)).astype(np.float32).astype(jnp.dtype(case.out_dtype))
+    more, exact = products.exact_epilogue(case, x @ case.multiplied(weight), SEED)
+    return (*operands, *more), exact.astype(np.float32).astype(jnp.dtype(case.out_dtype))
 
 
 # ---- weight gradients ----------------------------------------------------------------------------------------------
@@ -602,6 +604,15 @@ def _stream() -> Iterator[Run]:
         (products.Case(20, 256, 136, "float4_e2m1fn", 64, None, E4M3, E4M3), 32, 1, 1, 2, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
+    gated = products.Case(5, 192, 144, bias="bfloat16", activation="swiglu", residual="bfloat16")
+    for case, tile_n, cluster, clusters in (
+        (gated, 8, 1, 2),
+        (dataclasses.replace(gated, activation="swigluoai", residual="none", **HALVES), 8, 2, 2),
+        (dataclasses.replace(gated, rows=20, activation="geglu", bias="float32", out_dtype="float32"), 32, 2, 1),
+        (products.Case(3, 256, 70, bias=HALF, activation="relu", residual="float32"), 8, 2, 1),
+        (products.Case(9, 256, 72, "uint4", 64, "own", E8M0, channel=True, residual="bfloat16"), 16, 1, 2),
+    ):
+        yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, 1, 1, 3, cluster, clusters), case)
 
 
 def _fp8() -> Iterator[Run]:
@@ -628,6 +639,8 @@ def _fp8() -> Iterator[Run]:
         (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 4, 6, splits=3, k_warpgroups=2)),
     ):
         yield Run(fp8.FAMILY, case.problem, config, case)
+    gated = products.Case(20, 384, 144, x_dtype=E4M3, bias="bfloat16", activation="swiglu", residual="bfloat16")
+    yield Run(fp8.FAMILY, gated.problem, products.without_idle(gated.problem, fp8.Config(128, 32, 2, 3)), gated)
 
 
 def _tiled() -> Iterator[Run]:
@@ -664,6 +677,28 @@ def _tiled() -> Iterator[Run]:
         (plain, tiled.Config(128, 32, 2, 0), 3),
         (deep, tiled.Config(64, 64, 8, 0, k_warpgroups=2), 2),
         (deep, tiled.Config(128, 32, 4, 0, k_warpgroups=2), 3),
+    ):
+        yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
+    # Epilogues: of whole tiles, of slots, and of clusters.
+    gated = products.Case(37, 384, 144, bias="bfloat16", activation="swiglu", residual="bfloat16")
+    for case, config in (
+        (gated, tiled.Config(128, 32, 2, 3)),
+        (dataclasses.replace(gated, activation="swigluoai", residual="none", **HALVES), tiled.Config(64, 16, 2, 9)),
+        (
+            dataclasses.replace(gated, activation="geglu", out_dtype="float32", bias="float32"),
+            tiled.Config(64, 64, 2, 3),
+        ),
+        (products.Case(20, 256, 70, bias=HALF, activation="relu", residual="float32"), tiled.Config(64, 32, 2, 3)),
+        (products.Case(20, 256, 72, channel=True, scale_dtype=E8M0, residual="bfloat16"), tiled.Config(64, 32, 2, 2)),
+    ):
+        yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)
+    for case, tile, splits in (
+        (gated, tiled.Config(128, 32, 2, 0), 3),
+        (
+            products.Case(20, 768, 136, bias="bfloat16", residual="bfloat16"),
+            tiled.Config(64, 64, 8, 0, k_warpgroups=2),
+            2,
+        ),
     ):
         yield Run(tiled.FAMILY, case.problem, split_tiles(case.problem, tile, splits), case)
 

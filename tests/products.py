@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import scipy.special
 from jax import numpy as jnp
 
 from jax_splitk.kernels.quantized import tiles
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray
-from tests import formats
+from tests import dots, formats
 from tests.problems import SEED
 
 E4M3 = "float8_e4m3fn"
@@ -45,6 +47,14 @@ class Case:
     out_dtype: str = "bfloat16"
     channel: bool = False  # with channel scales
     transposed: bool = False
+    bias: str = "none"  # dtypes of an epilogue's operands
+    activation: str = "none"
+    residual: str = "none"
+
+    @property
+    def after(self) -> dict[str, str]:
+        """The fields of the epilogue."""
+        return {"bias_dtype": self.bias, "activation": self.activation, "residual_dtype": self.residual}
 
     @property
     def operand(self) -> str:
@@ -55,10 +65,11 @@ class Case:
     def problem(self) -> QuantizedMatmulProblem:
         byte = self.scale_dtype not in formats.FLOAT_DTYPES
         zero = {None: "none", "own": "bfloat16" if byte else self.scale_dtype}.get(self.zero, self.zero)
-        kind = QuantizedTransposedProblem if self.transposed else QuantizedMatmulProblem
-        return kind(
+        kind: Any = QuantizedTransposedProblem if self.transposed else QuantizedMatmulProblem
+        after = {} if set(self.after.values()) == {"none"} else self.after
+        return (QuantizedEpilogueProblem if after else kind)(
             self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
-            self.scale_dtype, str(zero), channel_dtype="float32" if self.channel else "none",
+            self.scale_dtype, str(zero), channel_dtype="float32" if self.channel else "none", **after,
         )  # fmt: skip
 
     def multiplied(self, weight: np.ndarray) -> np.ndarray:
@@ -73,6 +84,46 @@ class Case:
 def operands(packed: PackedWeight, x: Any, x_dtype: str) -> tuple[jax.Array, ...]:
     more = [leaf for leaf in (packed.zero_point, packed.channel_scale) if leaf is not None]
     return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *more)
+
+
+GATED: dict[str, Any] = {
+    "swiglu": lambda gate, up: dots.ACTIVATIONS["silu"](gate) * up,
+    "geglu": lambda gate, up: dots.ACTIVATIONS["gelu"](gate) * up,
+    "swigluoai": lambda gate, up: (
+        np.minimum(gate, 7) * scipy.special.expit(1.702 * np.minimum(gate, 7)) * (np.clip(up, -7, 7) + 1)
+    ),
+}
+
+
+def with_epilogue(case: Case, sums: np.ndarray, bias: Any = None, residual: Any = None) -> np.ndarray:
+    """The epilogue of the exact product, in float64. A gated activation's sums are 8 of gate and 8 of up in turn."""
+    if case.activation in GATED:
+        blocks = sums.reshape(*sums.shape[:-1], -1, 2, 8)
+        parts = [blocks[..., i, :].reshape(*sums.shape[:-1], -1) for i in range(2)]
+        parts = parts if bias is None else [part + each for part, each in zip(parts, bias, strict=True)]
+        out = GATED[case.activation](*parts)
+    else:
+        out = dots.ACTIVATIONS[case.activation](sums if bias is None else sums + bias)
+    return out if residual is None else out + residual
+
+
+def exact_epilogue(case: Case, sums: np.ndarray, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """A bias and a residual with which the results are exact, and these results. The bias of an activation is so far
+    from 0 that its exponential or tangent is 0 or 1, or rounds to it."""
+    p, rng, given = case.problem, random(seed, 1), {}
+    for name, (shape, dtype) in zip(
+        [name for name in ("bias", "residual") if getattr(case, name) != "none"],
+        getattr(p, "epilogue_operands", ()),
+        strict=True,
+    ):
+        values = rng.integers(-3, 4, shape).astype(np.float64)
+        if name == "bias" and case.activation not in ("none", "relu"):
+            far = 2.0 ** np.ceil(np.log2(np.abs(sums).max() + 128))
+            of_gate = values[:1] if case.activation in GATED else values
+            of_gate[...] = rng.choice([-far, far], of_gate.shape)
+        given[name] = values.astype(jnp.dtype(dtype))
+    exact = with_epilogue(case, sums, **{name: value.astype(np.float64) for name, value in given.items()})
+    return list(given.values()), exact
 
 
 def random(*key: int) -> np.random.Generator:

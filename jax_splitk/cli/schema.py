@@ -61,6 +61,12 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "residual_dtype": ('"none"', "dtype of the residual, an array of the result's shape that is added last"),
     },
     "quantized_matmul": _QUANTIZED,
+    "quantized_matmul_epilogue": {
+        **_QUANTIZED,
+        "bias_dtype": ('"none"', "dtype of the bias"),
+        "activation": ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu; or gated: swiglu, geglu, swigluoai"),
+        "residual_dtype": ('"none"', "dtype of the residual, an array of the result's shape that is added last"),
+    },
     "quantized_matmul_transposed": {
         **_QUANTIZED,
         "k": ("", "rows of the weight, and columns of the result"),

@@ -20,7 +20,7 @@ def register(op: str, family: Family[Any, Any]) -> None:
     decisions for problems that the family serves are measured again, since they were made without it.
 
     Args:
-      op: "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul",
+      op: "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul", "quantized_matmul_epilogue",
         "quantized_matmul_transposed", "ragged_dot" or "quantized_ragged_dot".
       family: an instance of a subclass of `CudaFamily` or `Family`; its `Config` is a frozen dataclass, and no other
         family has its name or `Config`.

@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     ),
     "dot_general": (tma.FAMILY, few_rows.FAMILY, as_wgrad.HOST),
     "quantized_matmul": tuple(m.FAMILY for m in (stream, fp8, tiled, quantized_host)),
+    "quantized_matmul_epilogue": tuple(m.FAMILY for m in (stream, fp8, tiled)),
     "quantized_matmul_transposed": (transposed.FAMILY,),
     "quantized_ragged_dot": (experts.FAMILY, experts_host.FAMILY),
     "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),

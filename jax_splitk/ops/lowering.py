@@ -21,6 +21,7 @@ from jax_splitk.ops.partitioning import Rule
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.ragged_parts import in_parts
 from jax_splitk.runtime import _compat, execute
@@ -142,8 +143,10 @@ def served(problem: Problem, platform: str) -> tuple[Problem, str]:
     other = None if only_xla(problem) is not None else _simpler(problem)
     if other is None:
         return problem, ""
-    families = kernels.families(problem.op, platform)
-    takes = lambda problem: any(family.problem_refusal(problem) is None for family in families)  # noqa: E731
+
+    def takes(problem: Problem) -> bool:
+        return any(family.problem_refusal(problem) is None for family in kernels.families(problem.op, platform))
+
     return other if takes(other[0]) and not takes(problem) else (problem, "")
 
 
@@ -153,6 +156,8 @@ def _simpler(problem: Problem) -> tuple[Problem, str] | None:
     product without its epilogue, a grouped product of the parts of float32 numbers. None if there is none."""
     if isinstance(problem, DotProblem) and problem.epilogue:
         return problem.product, f"XLA computes the epilogue ({problem.epilogue})"
+    if isinstance(problem, QuantizedEpilogueProblem):
+        return problem.sums, f"XLA computes the epilogue ({problem.epilogue})"
     if isinstance(problem, RaggedDotProblem) and (parts := in_parts(problem)) is not None:
         return parts.problem, parts.note
     return None
@@ -218,7 +223,7 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
 
 def division_rule(ctx: Any, call: Call, platform: str) -> Rule | str:
     """How an equation under automatic partitioning is divided among devices, or why XLA is left to do it."""
-    problem = call.problem(ctx.avals_in)
+    problem, _ = served(call.problem(ctx.avals_in), platform)
     if call.options.implementation == "xla":
         return "implementation='xla' was asked for"
     if not kernels.families(problem.op, platform):

@@ -168,11 +168,16 @@ def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: 
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall) -> tuple[jax.Array, Any]:
+def tangent_terms(primals: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
+    """The terms of the tangent of a product: by the tangent of x, and by those of the weight's leaves."""
     (x, *leaves), (x_dot, *dots) = primals, tangents
-    out = call.bind(*primals)
     terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
-    return out, summed([*terms, *_weight_terms(x, leaves, dots, call)], out)
+    return [*terms, *_weight_terms(x, leaves, dots, call)]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall) -> tuple[jax.Array, Any]:
+    out = call.bind(*primals)
+    return out, summed(tangent_terms(primals, tangents, call), out)
 
 
 def _cotangent(ct: Any, x: Any, leaves: Sequence[Any], call: QuantizedCall, transposed: type[QuantizedCall]) -> Any:

@@ -11,18 +11,22 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_splitk.ops import quantized_primitive
+from jax_splitk.ops.quantized_epilogue import EpilogueCall
 from jax_splitk.ops.quantized_gradient import Back, bind_paired
 from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
+from jax_splitk.problems.dot_general import ACTIVATIONS, Activation
+from jax_splitk.problems.epilogue import GATED, GatedActivation
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, is_weight, unwrapped
 from jax_splitk.quantized.formats import BYTE_SCALES
+from jax_splitk.quantized.joined import JoinedWeight
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, per_feature
 from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import dtype_of
+from jax_splitk.runtime.arguments import dtype_of, quoted, require
 from jax_splitk.runtime.computation import one_computation
 from jax_splitk.tuning.options import Implementation, Options, settled
 
@@ -34,12 +38,19 @@ def quantized_matmul(
     w: Any,
     *,
     bias: jax.Array | None = None,
+    activation: Activation | GatedActivation | None = None,
+    residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
     transposed: PackedWeight | None = None,
 ) -> jax.Array:
     """The product x @ w with a weight w of 4 or 8 bits, summed in float32. `x @ w` is this function, too.
+
+    With an epilogue it is activation(x @ w + bias) + residual, computed in float32 of the whole sum and rounded once,
+    in the kernel that computes the product. Under differentiation of an activation, x @ w is rounded to the result's
+    dtype and kept, and XLA computes the epilogue. XLA also computes it from the rounded x @ w where devices divide k,
+    with `transposed`, and where the weight has tiles of padding in its features.
 
     Runs under jit, vmap (over x, w or both), scan, remat and shard_map. It can be differentiated with respect to x (in
     which it is linear), the scales and floating zero points, in forward and reverse mode and to any order. Adapters on
@@ -64,9 +75,15 @@ def quantized_matmul(
         takes x of [..., *their sizes], and a stack of weights x of [*stack, ..., k].
       w: [k, features], quantized along axis 0: a QuantizedArray, a PackedWeight (the same values in the order of the
         kernels), a qwix QArray (also as PTQ's leaf holds it) or an AQT QTensor. A PackedWeight may have any rank. Or a
-        PermutedWeight of either kind.
-      bias: added to the result, in its dtype: [features], or [*stack, features] with a stack of weights; features is
-        the shape of the axes that the product keeps. None: nothing is added.
+        PermutedWeight of either kind. Or a JoinedWeight, which a gated activation needs.
+      bias: added to the product: [features], or [*stack, features] with a stack of weights; features is the shape of
+        the axes that the product keeps. With a gated activation [2, features] or [*stack, 2, features]: the bias of the
+        gate, and that of the other part. None: nothing is added.
+      activation: "relu", "gelu" (`jax.nn.gelu`, by tanh), "gelu_exact" (with approximate=False) or "silu". Or a gated
+        one of a JoinedWeight, of x @ gate and x @ up: "swiglu" (silu(gate) * up), "geglu" (gelu(gate) * up), or
+        "swigluoai", gpt-oss's: gate * sigmoid(1.702 * gate) * (up + 1), with the gate at most 7 and up from -7 to 7.
+        None: none.
+      residual: added last, of the result's shape. None: nothing is added.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
       implementation: as in `conv_wgrad`.
@@ -78,7 +95,8 @@ def quantized_matmul(
         used if the result is float32. None: the product with w itself.
 
     Returns:
-      [..., features], or [*stack, ..., *kept sizes]. The cotangent of an x of dtype float8_e4m3fn saturates at 448.
+      [..., features], or [*stack, ..., *kept sizes]; of a JoinedWeight the features of one part. The cotangent of an x
+      of dtype float8_e4m3fn saturates at 448.
 
     Raises:
       TypeError: dtypes other than those above, a weight of another type, a config of an unknown family, or a config
@@ -97,6 +115,7 @@ def quantized_matmul(
     _check_order(x, w)
     if isinstance(w, PermutedWeight):
         x, w = w.activations(x), w.weight
+    w = _joined(w, activation)
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
@@ -109,13 +128,25 @@ def quantized_matmul(
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
     back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, of_w.stack, options)
     _check_limit(x, layout, options)
-    x, leaves, back_leaves = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves)))
     middle = x.shape[depth : x.ndim - inner]
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
+    kept = (features // 2,) if activation in GATED else of_w.kept
+    shape = (*of_w.stack, *middle, *kept)
+    after = _after(bias, residual, of_w, shape, activation)
+    x, leaves, back_leaves, after = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves), after))
     matrices = resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
+    call = EpilogueCall(
+        layout=layout,
+        out_dtype=out_dtype.name,
+        options=options,
+        activation=activation or "none",
+        bias=bias is not None,
+        residual=residual is not None,
+    )
+    if not call.is_product and back is None and layout.shape[1] == features:
+        return _with_epilogue(call, matrices, leaves, after).reshape(shape)
     out = resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
-    out = out.reshape(*of_w.stack, *middle, *of_w.kept)
-    return out if bias is None else out + _bias(bias, of_w, len(middle), out_dtype)
+    return (out if call.is_product else call.around(out, *after)).reshape(shape)
 
 
 def resized(x: jax.Array, size: int) -> jax.Array:
@@ -132,14 +163,45 @@ def resized(x: jax.Array, size: int) -> jax.Array:
     return _compat.over_auto_axes(cut_or_padded, sharding)(x)
 
 
-def _bias(bias: Any, of_w: "_Axes", middle: int, dtype: np.dtype) -> jax.Array:
-    """The bias in the result's dtype, in a shape that broadcasts over the `middle` dimensions of activations."""
-    given = jnp.asarray(bias)
-    whole = (*of_w.stack, *of_w.kept)
-    if given.shape not in (of_w.kept, whole):
-        raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {of_w.kept: 0, whole: 0}))}")
-    leading = of_w.stack if given.shape == whole else (1,) * len(of_w.stack)
-    return given.astype(dtype).reshape(*leading, *(1,) * middle, *of_w.kept)
+def _joined(w: Any, activation: Any) -> Any:
+    """The packed weight of a JoinedWeight; another weight as it is. Raises ValueError unless the activation is known,
+    and gated if and only if the weight is joined."""
+    accepted = (None, *ACTIVATIONS, *GATED)
+    require(activation is None or activation in accepted[1:], f"activation={activation!r}", quoted(accepted))
+    w, joined = unwrapped(w), None
+    if isinstance(w, JoinedWeight):
+        w, joined = w.weight, w
+    given = f"activation={activation!r} and w of type {type(w if joined is None else joined).__name__}"
+    gated = "a gated activation with a jax_splitk.JoinedWeight"
+    other = "jax_splitk.join_gate_up makes one" if joined is None else quoted(GATED)
+    require((joined is not None) == (activation in GATED), given, f"{gated}: {other}")
+    return w
+
+
+def _after(bias: Any, residual: Any, of_w: "_Axes", shape: tuple[int, ...], activation: Any) -> list[jax.Array]:
+    """The bias [*stack, features], or [*stack, 2, features] for a gated activation, and the residual [*stack, rows,
+    features], as far as they are given. `shape`: that of the result."""
+    found, stack, features = [], of_w.stack, math.prod(of_w.kept)
+    if bias is not None:
+        given = jnp.asarray(bias)
+        kept = (2, features // 2) if activation in GATED else of_w.kept
+        whole = (*stack, *kept)
+        if given.shape not in (kept, whole):
+            raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {kept: 0, whole: 0}))}")
+        of_one = kept if activation in GATED else (features,)
+        found.append(jnp.broadcast_to(_in_kernels(given), whole).reshape(*stack, *of_one))
+    if residual is not None:
+        given = jnp.asarray(residual)
+        require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
+        columns = features // 2 if activation in GATED else features
+        rows = math.prod(shape[len(stack) : len(shape) - (1 if activation in GATED else len(of_w.kept))])
+        found.append(_in_kernels(given).reshape(*stack, rows, columns))
+    return found
+
+
+def _in_kernels(x: jax.Array) -> jax.Array:
+    """A bias or residual in a dtype that kernels take."""
+    return x if x.dtype.name in OUT_DTYPES else x.astype(jnp.float32)
 
 
 Weight.product = staticmethod(quantized_matmul)  # here, since a weight's own module lies below its products
@@ -214,6 +276,11 @@ def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
     if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
         given = f"implementation={options.implementation!r}" if options.config is None else f"config={options.config!r}"
         raise NotImplementedError(f"{given}: {limit}. Or use implementation=None or 'xla'.")
+
+
+@one_computation(0)
+def _with_epilogue(call: EpilogueCall, x: jax.Array, leaves: Leaves, after: list[jax.Array]) -> jax.Array:
+    return call.bind(x, *[leaf for leaf in leaves if leaf is not None], *after)
 
 
 @one_computation(0, 1, 2, 3)

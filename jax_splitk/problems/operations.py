@@ -11,6 +11,7 @@ import numpy as np
 from jax_splitk.problems import (
     conv_reference,
     dot_reference,
+    quantized_epilogue,
     quantized_ragged_reference,
     quantized_reference,
     ragged_reference,
@@ -19,6 +20,7 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
@@ -85,6 +87,13 @@ OPERATIONS: dict[str, Operation] = {
         check=functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.by_blocks),
         operand_error=lambda problem: quantized_reference.table_error(problem.product),
         kinds=len(ragged_reference.DISTRIBUTIONS),
+    ),
+    "quantized_matmul_epilogue": Operation(
+        QuantizedEpilogueProblem,
+        quantized_epilogue.random_operands,
+        quantized_epilogue.problem_product,
+        QuantizedEpilogueProblem.representatives,
+        operand_error=quantized_reference.table_error,
     ),
     "quantized_matmul_transposed": Operation(
         QuantizedTransposedProblem,

@@ -118,8 +118,8 @@ class QuantizedMatmulProblem:
 
     @property
     def m(self) -> int:
-        """The size of the result's rows."""
-        return self.out_shape[1]
+        """The size of the weight's dimension that the product keeps."""
+        return self.features
 
     @property
     def contracted(self) -> int:

@@ -63,21 +63,32 @@ def leaves_of(layout: Layout, operands: Sequence[Any]) -> Leaves:
 
 def problem_product(problem: QuantizedMatmulProblem, x: jax.Array, *operands: jax.Array) -> jax.Array:
     """The result of a problem, from operands in the order of the custom call's buffers."""
-    shape, channel = (problem.k, problem.features), problem.channel_dtype != "none"
-    layout = Layout(shape, problem.qtype, problem.group_size, problem.layout or None, channel)
+    layout = _layout(problem)
     multiplied = product_transposed if problem.transposed else product
     return multiplied(layout, x, leaves_of(layout, operands), problem.out_dtype)
 
 
+def problem_sums(problem: QuantizedMatmulProblem, x: jax.Array, *operands: jax.Array) -> jax.Array:
+    """The result of a problem before it is rounded to the problem's out_dtype: in float32."""
+    layout = _layout(problem)
+    return _dot(x, dequantized(layout, leaves_of(layout, operands)), 0, jnp.dtype(problem.out_dtype))
+
+
+def _layout(problem: QuantizedMatmulProblem) -> Layout:
+    shape, channel = (problem.k, problem.features), problem.channel_dtype != "none"
+    return Layout(shape, problem.qtype, problem.group_size, problem.layout or None, channel)
+
+
 def product(layout: Layout, x: jax.Array, leaves: Leaves, out_dtype: Any) -> jax.Array:
     """x [n, k] @ w -> [n, features] of out_dtype."""
-    return _dot(x, dequantized(layout, leaves), 0, jnp.dtype(out_dtype))
+    dtype = jnp.dtype(out_dtype)
+    return _dot(x, dequantized(layout, leaves), 0, dtype).astype(dtype)
 
 
 def product_transposed(layout: Layout, g: jax.Array, leaves: Leaves, out_dtype: Any) -> jax.Array:
     """g [n, features] @ w.T -> [n, k] of out_dtype, the cotangent of an x of that dtype."""
     out = jnp.dtype(out_dtype)
-    return to_cotangent(_dot(g, dequantized(layout, leaves), 1, widened(out)), out)
+    return to_cotangent(_dot(g, dequantized(layout, leaves), 1, widened(out)).astype(widened(out)), out)
 
 
 def widened(dtype: np.dtype) -> np.dtype:
@@ -215,7 +226,8 @@ def float16_factor(weight: jax.Array, axis: int) -> jax.Array:
 
 
 def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax.Array:
-    """a [n, c] times the float32 `weight`, summed over its `axis` of size c, in float32.
+    """a [n, c] times the float32 `weight`, summed over its `axis` of size c, in float32. The result will be rounded to
+    `out_dtype`.
 
     If a and the result have the same 16-bit dtype, the weight is rounded to it for the tensor cores. This error is at
     most that of rounding the result.
@@ -235,4 +247,4 @@ def _dot(a: jax.Array, weight: jax.Array, axis: int, out_dtype: np.dtype) -> jax
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return (out if factor is None else out * factor.reshape(1, -1)).astype(out_dtype)
+    return out if factor is None else out * factor.reshape(1, -1)

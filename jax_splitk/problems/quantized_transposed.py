@@ -27,6 +27,10 @@ class QuantizedTransposedProblem(QuantizedMatmulProblem):
         return (self.rows, self.features)
 
     @property
+    def m(self) -> int:
+        return self.k
+
+    @property
     def out_shape(self) -> tuple[int, int]:
         return (self.rows, self.k)
 

@@ -36,8 +36,8 @@ def save_file(tree: Any, path: str | os.PathLike[str]) -> None:
     their devices one at a time.
 
     Args:
-      tree: a pytree of arrays and numbers of any dtype, PackedWeights, QuantizedArrays and PermutedWeights. The name of
-        a tensor is the keys to it, joined with dots.
+      tree: a pytree of arrays and numbers of any dtype, PackedWeights, QuantizedArrays, PermutedWeights and
+        JoinedWeights. The name of a tensor is the keys to it, joined with dots.
       path: the file, which is replaced if it exists.
 
     Raises:

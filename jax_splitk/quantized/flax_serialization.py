@@ -3,6 +3,7 @@
 from typing import Any
 
 from jax_splitk.quantized.array import QuantizedArray
+from jax_splitk.quantized.joined import JoinedWeight
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.quantized.state import from_state, to_state
@@ -28,5 +29,5 @@ def register_flax_serialization() -> None:
     def restored(target: Any, state: Any) -> Any:
         return from_state(state, target)
 
-    for cls in (PackedWeight, QuantizedArray, PermutedWeight):
+    for cls in (PackedWeight, QuantizedArray, PermutedWeight, JoinedWeight):
         serialization.register_serialization_state(cls, to_state, restored, override=True)

@@ -26,6 +26,8 @@ from jax_splitk.quantized.formats import Format, as_bytes, from_bytes
 LAYOUT_VERSION = 1
 _Shape3 = tuple[int, int, int]
 TILE = 64
+# A joined weight has blocks of so many features of gate and of up in turn: rows g and g + 8, which one lane has.
+GATE_BLOCK = 8
 
 # How the two dimensions of a tile split, k first, then features, and the order of the parts in memory. The last parts,
 # which make 8 nibbles or 4 bytes, lie in one word, from its low bits up; the last part varies fastest.

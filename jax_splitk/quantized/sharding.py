@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_splitk.quantized.array import QuantizedArray
+from jax_splitk.quantized.joined import JoinedWeight
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight
 from jax_splitk.quantized.packing import cuts
@@ -78,6 +79,8 @@ def _of_leaf(leaf: Any, spec: Any) -> Any:
 
 
 def _of_weight(w: Any, entries: Sequence[Any], sizes: Mapping[str, int] | None) -> Any:
+    if isinstance(w, JoinedWeight):
+        return JoinedWeight(_of_weight(w.weight, entries, sizes))
     if isinstance(w, PermutedWeight):
         order = PartitionSpec(*entries[: w.order.ndim - 1])
         return PermutedWeight(_of_weight(w.weight, entries, sizes), order)

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.quantized import description
+from jax_splitk.quantized import description, joined
 from jax_splitk.quantized.array import QuantizedArray, Weight, as_quantized, brief
 from jax_splitk.quantized.formats import FORMATS
+from jax_splitk.quantized.joined import JoinedWeight
 from jax_splitk.quantized.packed_weight import PackedWeight, checked
 from jax_splitk.quantized.permuted import KEY, PermutedWeight
 
@@ -23,7 +24,8 @@ def to_state(tree: Any) -> Any:
     widened to uint8, since some libraries cannot store them. The tree may be an abstract one (jax.eval_shape).
 
     Args:
-      tree: a pytree with PackedWeight, QuantizedArray and PermutedWeight leaves, among others, which stay as they are.
+      tree: a pytree with PackedWeight, QuantizedArray, PermutedWeight and JoinedWeight leaves, among others, which stay
+        as they are.
 
     Examples:
       >>> w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((128, 256)), "nf4", group_size=32))
@@ -103,6 +105,8 @@ def is_quantized(x: Any) -> bool:
 
 def arrays_of(weight: Any) -> dict[str, Any]:
     """The arrays of a weight by name; None for zero points or channel scales that it does not have."""
+    if isinstance(weight, JoinedWeight):
+        return arrays_of(weight.weight)
     if isinstance(weight, PermutedWeight):
         return {**arrays_of(weight.weight), "order": weight.order}
     return {name: getattr(weight, name) for name in description.leaf_names(weight.static)}
@@ -110,6 +114,8 @@ def arrays_of(weight: Any) -> dict[str, Any]:
 
 def built(static: dict[str, Any], leaves: dict[str, Any]) -> Weight:
     """The weight with this static part and these leaves. Raises TypeError or ValueError if they make none."""
+    if static.get(joined.KEY):
+        return _joined(built({name: value for name, value in static.items() if name != joined.KEY}, leaves))
     if static.get(KEY):
         inner = {name: value for name, value in static.items() if name != KEY}
         others = {name: value for name, value in leaves.items() if name != "order"}
@@ -137,7 +143,17 @@ def _permuted(weight: Any, order: Any) -> PermutedWeight:
     return PermutedWeight(weight, order)
 
 
+def _joined(weight: Any) -> JoinedWeight:
+    """Gate and up of a weight of both. Raises ValueError if it cannot be one."""
+    shape = weight.shape
+    if not isinstance(weight, PackedWeight) or weight.contracted != (0,) or len(weight.dims) != 2 or shape[-1] % 16:
+        raise ValueError(f"joined {weight!r}; accepted: a PackedWeight [k, features], features a multiple of 16")
+    return JoinedWeight(weight)
+
+
 def _dictionary(weight: Any) -> dict[str, Any]:
+    if isinstance(weight, JoinedWeight):
+        return {joined.KEY: _dictionary(weight.weight)}
     if isinstance(weight, PermutedWeight):
         return {KEY: _dictionary(weight.weight), "order": weight.order}
     static = weight.static
@@ -152,11 +168,15 @@ def _dictionary(weight: Any) -> dict[str, Any]:
 def _is_stored(node: Any) -> bool:
     if not isinstance(node, Mapping):
         return False
-    permuted = node.keys() == {KEY, "order"} and _is_stored(node[KEY])
-    return permuted or any(description.parsed(key) is not None for key in node)
+    for key, keys in ((KEY, {KEY, "order"}), (joined.KEY, {joined.KEY})):
+        if node.keys() == keys and _is_stored(node[key]):
+            return True
+    return any(description.parsed(key) is not None for key in node)
 
 
 def _rebuilt(node: Mapping[str, Any]) -> Weight:
+    if joined.KEY in node:
+        return _joined(_rebuilt(node[joined.KEY]))
     if KEY in node:
         return _permuted(_rebuilt(node[KEY]), node["order"])
     key, *more = [key for key in node if description.parsed(key) is not None]
@@ -189,5 +209,5 @@ def _type(leaf: Any) -> str:
         return brief(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     arrays = arrays_of(leaf)
     parts = ", ".join(f"{name} {brief(array)}" for name, array in arrays.items() if array is not None)
-    kind = next(one for one in (PackedWeight, QuantizedArray, PermutedWeight) if isinstance(leaf, one))
+    kind = next(one for one in (PackedWeight, QuantizedArray, PermutedWeight, JoinedWeight) if isinstance(leaf, one))
     return f"{kind.__name__} {description.key(leaf.static)} of shape {leaf.shape} ({parts})"

@@ -1,4 +1,4 @@
-"""Decisions that hold for several problems: for products with somewhat fewer rows.
+"""Decisions that hold for several problems: for products with somewhat fewer rows, or with an epilogue.
 
 The time of a config depends on how many tiles the rows fill. A problem names its representatives: problems whose rows
 fill the same tiles, or nearly so (`QuantizedMatmulProblem.representatives`). The first representative decides whose
@@ -94,6 +94,8 @@ def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entr
 
 
 def _differing(key: Key, other: Key) -> str:
-    """How the problem of `key` differs from that of `other`: "32 rows"."""
+    """How the problem of `key` differs from that of `other`: "32 rows", or "quantized_matmul" if another operation has
+    it."""
     values, others = map(dataclasses.asdict, (key.problem, other.problem))
-    return ", ".join(f"{value} {name}" for name, value in values.items() if value != others[name])
+    differing = [f"{value} {name}" for name, value in values.items() if value != others[name]]
+    return ", ".join([key.problem.op] * (key.problem.op != other.problem.op) + differing)

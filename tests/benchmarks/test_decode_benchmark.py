@@ -21,9 +21,11 @@ def test_a_report(tmp_path: pathlib.Path, capsys: Any) -> None:
     assert cases["bf16"]["difference"] == 0
     # The formats have the same weights, and unrolled and scanned layers are the same model.
     assert cases["bf16_ours"]["difference"] < 0.02
-    for name, most in {"bf16": 0.02, "bf16_in_place": 0.02, "fp8": 0.3, "int4_ours": 0.5}.items():
+    for name, most in {"bf16": 0.02, "bf16_in_place": 0.02, "fp8": 0.3, "int4_ours": 0.5, "int4_fused": 0.5}.items():
         assert cases[f"{name}, scan"]["difference"] < most
     assert 0 < cases["int4_ours"]["difference"] < 0.5
+    assert cases["int4_fused"]["weight_bytes"] <= cases["int4_ours"]["weight_bytes"]  # k and v share their last tile
+    assert any("64 -> 384" in line for line in cases["int4_fused"]["explained"])
     assert any("dot_general 3 x 192 x 64" in line for line in cases["bf16_ours"]["explained"])
     assert cases["bf16"]["times_floor"] == cases["bf16"]["us"] / cases["bf16"]["floor_us"]
 

@@ -506,6 +506,19 @@ def test_transposed_weights_do_not_spill() -> None:
         check_all([Run(transposed.FAMILY, problem, tiles.whole_tiles(problem, config))])
 
 
+def test_epilogues_of_quantized_products_do_not_spill() -> None:
+    """Compiles tiles with the most sums, and the few rows with the fewest registers."""
+    after = {"bias": "float32", "activation": "geglu", "residual": "float32"}
+    wide, few = products.Case(256, 4096, 4096, **after), products.Case(16, 4096, 4096, **after)
+    config = tiled.FAMILY.deepest(wide.problem, tiled.Config(128, 256, 0, 0))
+    check_all(
+        [
+            Run(tiled.FAMILY, wide.problem, tiles.whole_tiles(wide.problem, config)),
+            Run(stream.FAMILY, few.problem, stream.Config(16, 4, 2, 3, 2, 64)),
+        ]
+    )
+
+
 @pytest.mark.exhaustive
 def test_sums_with_zero_points_do_not_spill() -> None:
     """These combinations once spilled: many rows, int8 in groups, float32 results and zero points."""

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk import dequantize, prepack, quantize, quantized_matmul, shardings, unpack
+from jax_splitk import JoinedWeight, dequantize, prepack, quantize, quantized_matmul, shardings, unpack
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
@@ -509,6 +509,31 @@ def test_what_packing_does_not_let_be_cut_is_gathered(
     close(out, expected)
     assert "all-gather" in found
     assert any(f"sharded along {name}, which is gathered" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("gated", "by_row"), [(False, False), (True, False), (False, True), (True, True)])
+def test_quantized_product_with_an_epilogue(kind: str, gated: bool, by_row: bool) -> None:
+    """By columns each device computes its part of the epilogue, and a gated one has gate and up. By rows the epilogue
+    is computed once, from the sum."""
+    name: Any = "swiglu" if gated else "gelu"
+    weight, x, features = packed(), rows() / 32, 256 if gated else 512
+    bias = jnp.asarray(generator(87).integers(-3, 4, (2, 256) if gated else (512,)), jnp.float32)
+    residual = jnp.asarray(generator(88).integers(-3, 4, (8, features)), jnp.bfloat16)
+
+    def f(x: jax.Array, w: PackedWeight, bias: jax.Array, residual: jax.Array) -> jax.Array:
+        given: Any = JoinedWeight(w) if gated else w
+        return wide(x, given, bias=bias, activation=name, residual=residual)
+
+    expected = f(x, weight, bias, residual)
+    with partitioned(kind) as put:
+        spec, axis = (BY_ROW, None) if by_row else (BY_COLUMN, "model")
+        of_bias = (None, axis) if gated else (axis,)
+        args = (put(x, *(BOTH if by_row else ("data",))), placed(put, weight, spec))
+        out, found, (problem,) = compiled(f, *args, put(bias, *of_bias), put(residual, "data", axis))
+        close(out, expected)
+        assert found == (ONE_SUM if by_row else {})
+        assert ("x 4x128 w 128x512" if by_row else "x 4x512 w 512x128") in problem
 
 
 @pytest.mark.parametrize("kind", KINDS)

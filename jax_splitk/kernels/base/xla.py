@@ -17,6 +17,7 @@ from jax_splitk.kernels.base.geometry import bytes_touched
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
@@ -122,6 +123,8 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
         return None
     if isinstance(problem, RaggedDotProblem | QuantizedRaggedDotProblem):
         return Estimate(features(problem, target).floor * _GROUPED_FACTOR, _GROUPED_UNCERTAINTY)
+    if isinstance(problem, QuantizedEpilogueProblem):
+        return estimate_by(of, problem.product, target)  # XLA fuses the epilogue
     if isinstance(problem, QuantizedTransposedProblem):
         return estimate_by(of, problem.forward, target)  # the same weight is dequantized, and multiplied as often
     # The trees see the problem as on the default device; the estimate then follows the device's own rates.
@@ -237,5 +240,6 @@ _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "ragged_dot": _of_ragged_dot,
     "quantized_ragged_dot": _of_quantized_ragged_dot,
     "quantized_matmul_transposed": _of_quantized_matmul,
+    "quantized_matmul_epilogue": _of_quantized_matmul,
 }
 _OPERATIONS = tuple(_FEATURES)

@@ -11,7 +11,7 @@ import math
 from jax import numpy as jnp
 
 from jax_splitk.kernels.contraction.tile_family import TileFamily
-from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device import epilogue, split_k
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
     MAX_FLOAT32_CHAIN,
@@ -44,8 +44,6 @@ _LEAST_ELEMENTS = 100
 # Stages that the tensor cores add of a float32 result whose split is longer than they may: half of those.
 FLOAT32_CHAIN = MAX_FLOAT32_CHAIN // 2
 # Macros BIAS and ACTIVATION.
-BIAS_CODES = {"none": 0, "m": 1, "n": 2}
-ACTIVATION_CODES = {"none": 0, "relu": 1, "gelu": 2, "gelu_exact": 3, "silu": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +128,7 @@ def epilogue_macros(problem: DotProblem) -> dict[str, int]:
     """Macros of device/epilogue.cuh; none for a product without an epilogue."""
     if not problem.epilogue:
         return {}
-    return {
-        "EPILOGUE": 1,
-        "BIAS": BIAS_CODES[problem.bias],
-        "BIAS_TYPE": split_k.OUT_CODES.get(problem.bias_dtype, 0),
-        "ACTIVATION": ACTIVATION_CODES[problem.activation],
-        "RESIDUAL_TYPE": split_k.OUT_CODES.get(problem.residual_dtype, -1),
-    }
+    return epilogue.macros(problem.bias, problem.bias_dtype, problem.activation, problem.residual_dtype)
 
 
 def epilogue_params(problem: DotProblem) -> tuple[plan.Param, ...]:

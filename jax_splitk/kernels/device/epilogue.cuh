@@ -2,7 +2,8 @@
 //
 // Macros: EPILOGUE (undefined: nothing), BIAS (0: none, 1: one of each row, 2: one of each column), BIAS_TYPE
 // and RESIDUAL_TYPE (numbers of output.cuh; of a residual NONE where there is none), ACTIVATION (0: none, 1:
-// relu, 2: gelu by tanh, 3: gelu by erf, 4: silu). Nothing is read of a bias or residual that is not there.
+// relu, 2: gelu by tanh, 3: gelu by erf, 4: silu; from 5 on of gate and up: 5: swiglu, 6: geglu by tanh, 7:
+// swigluoai). Nothing is read of a bias or residual that is not there.
 
 #include "device/output.cuh"
 
@@ -19,9 +20,41 @@ __device__ inline float activated(float x) {
   return x;
 }
 
+// With a gated activation the sums' columns are 8 of gate and 8 of up in turn, and the result has half as many.
+constexpr bool GATED = ACTIVATION >= 5;
+
+[[maybe_unused]] __device__ inline float gated(float gate, float up) {
+  if constexpr (ACTIVATION == 5) return gate / (1.f + expf(-gate)) * up;
+  if constexpr (ACTIVATION == 6) {
+    return 0.5f * gate * (1.f + tanhf(0.7978845608f * (gate + 0.044715f * gate * gate * gate))) * up;
+  }
+  gate = gate > 7.f ? 7.f : gate;
+  up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
+  return gate / (1.f + expf(-1.702f * gate)) * (up + 1.f);
+}
+
 struct Epilogue {
   const Bias* bias;
   const Residual* residual;
+
+  // The bias of N neighbouring columns, from an element of it on; zeros where there is none.
+  template <int N>
+  __device__ void load_bias(int at, float (&b)[N]) const {
+    Vec<Bias, N> loaded = {};
+    if constexpr (BIAS != 0) loaded = *reinterpret_cast<const Vec<Bias, N>*>(bias + at);
+#pragma unroll
+    for (int i = 0; i < N; ++i) b[i] = float(loaded.v[i]);
+  }
+
+  // Adds the residual to N neighbours of the result, from an element of it on.
+  template <int N>
+  __device__ void add_residual(size_t at, float (&v)[N]) const {
+    if constexpr (RESIDUAL_TYPE >= 0) {
+      const Vec<Residual, N> loaded = *reinterpret_cast<const Vec<Residual, N>*>(residual + at);
+#pragma unroll
+      for (int i = 0; i < N; ++i) v[i] += float(loaded.v[i]);
+    }
+  }
 
   // Stores what becomes of neighbours in a row, at `to` in the result.
   template <int N>
@@ -42,16 +75,30 @@ struct Epilogue {
     store_values(to, v);
   }
 };
+
+// Where results go, and what is made of them.
+struct Destination {
+  Output* out;
+  Epilogue epilogue;
+};
+
+#define DESTINATION_OF_PARAMETERS \
+  { out, {bias, residual} }
 #define EPILOGUE_PARAMETERS , const Bias *bias, const Residual *residual
 #define EPILOGUE_OF_PARAMETERS \
   Epilogue { bias, residual }
 #else
+constexpr bool GATED = false;
+
 struct Epilogue {
   template <int N>
   __device__ void store(const Output*, Output* to, int, int, const float (&sums)[N]) const {
     store_values(to, sums);
   }
 };
+using Destination = Output*;  // no struct, which would change the machine code
+
+#define DESTINATION_OF_PARAMETERS out
 #define EPILOGUE_PARAMETERS
 #define EPILOGUE_OF_PARAMETERS \
   Epilogue {}

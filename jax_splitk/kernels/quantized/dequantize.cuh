@@ -76,18 +76,18 @@ __device__ inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 }
 
 // Pairs of unsigned integers in the low bits of each half, to (integer - bias) / FACTOR.
-template <int SHIFT, int BIAS>
+template <int SHIFT, int CODE_OF_0>
 __device__ inline uint32_t integers(uint32_t pair) {
   if constexpr (HALF) {  // 0x6400 is 1024, whose last place is 1
     const uint32_t offset = pair | 0x64006400u;
     constexpr uint32_t one = 0x3c00, sixteenth = 0x2c00;
-    // -(1024 + BIAS), and that over 16
-    constexpr uint32_t minus = BIAS == 0 ? 0xe400 : BIAS == 8 ? 0xe408 : 0xe480;
-    constexpr uint32_t minus_sixteenth = BIAS == 0 ? 0xd400 : 0xd480;
+    // -(1024 + CODE_OF_0), and that over 16
+    constexpr uint32_t minus = CODE_OF_0 == 0 ? 0xe400 : CODE_OF_0 == 8 ? 0xe408 : 0xe480;
+    constexpr uint32_t minus_sixteenth = CODE_OF_0 == 0 ? 0xd400 : 0xd480;
     return SHIFT ? fma2(offset, twice(sixteenth), twice(minus_sixteenth))
                  : fma2(offset, twice(one), twice(minus));
   } else {  // times 2^127, or 2^123 where the integer stands 4 bits higher; the bias over 64
-    constexpr uint32_t minus = BIAS == 0 ? 0x8000 : BIAS == 8 ? 0xbe00 : 0xc000;
+    constexpr uint32_t minus = CODE_OF_0 == 0 ? 0x8000 : CODE_OF_0 == 8 ? 0xbe00 : 0xc000;
     return fma2(pair, twice(SHIFT ? 0x7d00 : 0x7f00), twice(minus));
   }
 }
@@ -140,12 +140,12 @@ __device__ inline Bytes normal_floats(uint32_t codes) {
 // 8 k on.
 __device__ inline void dequantize(const uint32_t (&words)[WORDS], uint32_t (&a)[4]) {
   if constexpr (FORMAT == INT4 || FORMAT == UINT4) {
-    constexpr int BIAS = FORMAT == INT4 ? 8 : 0;
+    constexpr int CODE_OF_0 = FORMAT == INT4 ? 8 : 0;
     const uint32_t low = words[0], high = words[0] >> 8;
-    a[0] = integers<0, BIAS>(low & 0x000f000fu);
-    a[1] = integers<4, BIAS>(low & 0x00f000f0u);
-    a[2] = integers<0, BIAS>(high & 0x000f000fu);
-    a[3] = integers<4, BIAS>(high & 0x00f000f0u);
+    a[0] = integers<0, CODE_OF_0>(low & 0x000f000fu);
+    a[1] = integers<4, CODE_OF_0>(low & 0x00f000f0u);
+    a[2] = integers<0, CODE_OF_0>(high & 0x000f000fu);
+    a[3] = integers<4, CODE_OF_0>(high & 0x00f000f0u);
   } else if constexpr (FORMAT == INT8) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

@@ -2,7 +2,9 @@
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.device import epilogue
 from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
@@ -33,7 +35,29 @@ def zero_pointer(problem: QuantizedMatmulProblem) -> plan.Pointer:
 
 def channel_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
     """A kernel's last parameter, if the weight has channel scales."""
-    return (plan.Pointer(len(problem.operand_types) - 1),) if has_channel_scale(problem) else ()
+    return (plan.Pointer(3 + has_zero(problem)),) if has_channel_scale(problem) else ()
+
+
+def last_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
+    """`channel_pointers`, then bias and residual if there is an epilogue. A missing one is replaced by x, which is not
+    read."""
+    return (*channel_pointers(problem), *epilogue_pointers(problem))
+
+
+def epilogue_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
+    """The bias and the residual, if the kernel has an epilogue."""
+    if not isinstance(problem, QuantizedEpilogueProblem):
+        return ()
+    count = len(problem.operand_types)
+    bias, residual = problem.bias_dtype != "none", problem.residual_dtype != "none"
+    return plan.Pointer((count - 1 - residual) * bias), plan.Pointer((count - 1) * residual)
+
+
+def _epilogue_macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
+    if not isinstance(problem, QuantizedEpilogueProblem):
+        return {}
+    bias = "none" if problem.bias_dtype == "none" else "n"
+    return epilogue.macros(bias, problem.bias_dtype, problem.activation, problem.residual_dtype)
 
 
 def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
@@ -45,6 +69,7 @@ def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
         "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
         "CHANNEL_SCALE": int(has_channel_scale(problem)),
         "GROUP": 0 if per_channel(problem) else problem.group_size,
+        **_epilogue_macros(problem),
     }
 
 

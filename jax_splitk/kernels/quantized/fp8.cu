@@ -293,6 +293,6 @@ struct Loop {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
-             const uint8_t* scale, Output* out, float* partials CHANNEL_PARAMETER) {
-  run(Loop{{words, scale, nullptr, CHANNEL_ARGUMENT}}, x_map, g, out, partials);
+             const uint8_t* scale, Output* out, float* partials CHANNEL_PARAMETER EPILOGUE_PARAMETERS) {
+  run(Loop{{words, scale, nullptr, CHANNEL_ARGUMENT}}, x_map, g, DESTINATION_OF_PARAMETERS, partials);
 }

@@ -34,10 +34,10 @@
 //
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
-// (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), TILE_N (rows of X),
-// WARPGROUPS, TILES, STAGES, CLUSTER.
+// (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), those of
+// epilogue.cuh, TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
 
-#include "device/output.cuh"
+#include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
 #include "device/wgmma_rs.cuh"
 #include "quantized/dequantize.cuh"
@@ -46,8 +46,9 @@
 
 static_assert(!E4M3_PRODUCTS || (X_E4M3 && ZERO_TYPE == NONE), "what e4m3 products can compute");
 
-constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3, EPILOGUE = 32 * EPILOGUE_WARPS;
-constexpr int THREADS = CONSUMERS + 32 + EPILOGUE;  // whole warpgroups
+constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3;
+constexpr int EPILOGUE_THREADS = 32 * EPILOGUE_WARPS;
+constexpr int THREADS = CONSUMERS + 32 + EPILOGUE_THREADS;  // whole warpgroups
 
 constexpr int READY = 6;  // a named barrier: the others are ready to use
 
@@ -67,7 +68,7 @@ constexpr int SUMS_BYTES = WARPGROUPS * TILE_N * SUMS_PITCH * 4;
 constexpr int INBOXES = CLUSTER > 1 ? 2 : 0;
 constexpr int INBOX_BYTES = TILE_N * 64 * 4, PART_ROWS = TILE_N / CLUSTER;
 constexpr int PART_ITEMS = PART_ROWS * 16;  // groups of 4 features
-constexpr int FINISHERS = PART_ITEMS >= EPILOGUE ? EPILOGUE_WARPS : (PART_ITEMS + 31) / 32;  // warps
+constexpr int FINISHERS = PART_ITEMS >= EPILOGUE_THREADS ? EPILOGUE_WARPS : (PART_ITEMS + 31) / 32;  // warps
 
 constexpr int SUMS_AT = STAGES * STAGE_BYTES, INBOXES_AT = SUMS_AT + SUMS_BYTES;
 constexpr int BARRIERS_AT = INBOXES_AT + INBOXES * INBOX_BYTES;
@@ -306,6 +307,42 @@ __device__ inline void add(float4& sum, const float4& more) {
   sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
 }
 
+#if EPILOGUE
+// The epilogue's results of four features of one row; each 16 lanes have a row.
+__device__ inline void store(const Args& g, const Destination result, int n, int feature, float4 value) {
+  const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
+  const Epilogue& epilogue = result.epilogue;
+  if constexpr (GATED) {
+    float up[4], bias[4], up_bias[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      up[i] = __shfl_xor_sync(0xffffu << threadIdx.x % 32 / 16 * 16, values[i], 2);  // 8 features on
+    }
+    if (n >= g.rows || feature >= g.features || feature % 16 >= 8) return;
+    const int columns = g.features / 2, column = feature / 16 * 8 + feature % 8;
+    epilogue.load_bias(column, bias);
+    epilogue.load_bias(columns + column, up_bias);
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = gated(values[i] + bias[i], up[i] + up_bias[i]);
+    const uint32_t at = uint32_t(n * columns + column);
+    epilogue.add_residual(at, v);
+    store_values(result.out + at, v);
+  } else {
+    if (n >= g.rows) return;
+    Output* to = result.out + uint32_t(n * g.features + feature);
+    if constexpr (FOURS) {
+      if (feature < g.features) epilogue.store(result.out, to, n, feature, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float one[1] = {values[i]};
+        if (feature + i < g.features) epilogue.store(result.out, to + i, n, feature + i, one);
+      }
+    }
+  }
+}
+#else
 // Four features of one row of the result.
 __device__ inline void store(const Args& g, Output* out, int n, int feature, float4 value) {
   if (n >= g.rows) return;
@@ -321,16 +358,17 @@ __device__ inline void store(const Args& g, Output* out, int n, int feature, flo
     }
   }
 }
+#endif
 
 // Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the inbox is
 // free if they will use it again: a block that has sent its last sums may have ended.
-__device__ inline void finish(const Block& block, Output* out, int thread, int count, int tile, bool again) {
+__device__ inline void finish(const Block& block, const Destination out, int thread, int count, int tile, bool again) {
   const int inbox = count % 2;
   Signals& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
   Barrier::wait(&barriers.arrived.at[inbox], count / 2 & 1);
-#pragma unroll(PART_ITEMS <= 2 * EPILOGUE ? 2 : 1)
-  for (int i = 0; i < PART_ITEMS; i += EPILOGUE) {
+#pragma unroll(PART_ITEMS <= 2 * EPILOGUE_THREADS ? 2 : 1)
+  for (int i = 0; i < PART_ITEMS; i += EPILOGUE_THREADS) {
     const int item = i + thread;
     if (i + 32 * FINISHERS > PART_ITEMS && item >= PART_ITEMS) break;
     const float4* from =
@@ -346,10 +384,10 @@ __device__ inline void finish(const Block& block, Output* out, int thread, int c
 
 // The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
 // tiles: the last one's sums are finished by code that has run before.
-__device__ inline void epilogue(const Block& block, Output* out) {
+__device__ inline void add_up(const Block& block, const Destination out) {
   const Args& g = block.g;
   Signals& barriers = block.barriers;
-  constexpr unsigned ROWS = EPILOGUE / 16;          // of X, at a time
+  constexpr unsigned ROWS = EPILOGUE_THREADS / 16;          // of X, at a time
   constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
   const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
   const float* sums = reinterpret_cast<const float*>(block.smem + SUMS_AT) + column;
@@ -555,7 +593,8 @@ extern "C" __global__ __launch_bounds__(THREADS,
                                         1) void KERNEL()(const __grid_constant__ X x, const uint8_t* words,
                                                          const uint8_t* scale, const uint8_t* zero,
                                                          Output* out,
-                                                         const __grid_constant__ Args g CHANNEL_PARAMETER) {
+                                                         const __grid_constant__ Args g CHANNEL_PARAMETER
+                                                             EPILOGUE_PARAMETERS) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
   Signals& b = block.barriers;
@@ -577,7 +616,7 @@ extern "C" __global__ __launch_bounds__(THREADS,
       consume(block, scale, zero, CHANNEL_ARGUMENT);
     } else {
       if constexpr (CLUSTER > 1) cluster_wait();  // for the other blocks' barriers
-      epilogue(block, out);
+      add_up(block, DESTINATION_OF_PARAMETERS);
     }
     return;
   }

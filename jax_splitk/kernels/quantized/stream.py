@@ -277,7 +277,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
                 plan.MapParam(0) if _by_tma(problem) else plan.Pointer(0),
                 *(plan.Pointer(1), plan.Pointer(2), dequantize.zero_pointer(problem), plan.Pointer(out)),
                 _args(problem, config),
-                *dequantize.channel_pointers(problem),
+                *dequantize.last_pointers(problem),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

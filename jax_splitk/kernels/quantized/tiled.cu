@@ -439,8 +439,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args g, const uint8_t* words,
              const uint8_t* scale, const uint8_t* zero, const float* sums, Output* out,
-             float* partials CHANNEL_PARAMETER) {
-  run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, g, out, partials);
+             float* partials CHANNEL_PARAMETER EPILOGUE_PARAMETERS) {
+  run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, g, DESTINATION_OF_PARAMETERS, partials);
 }
 #endif
 

@@ -42,14 +42,15 @@
 // With EXPERTS the rows of x are in groups that have a weight each, and Schedule and Place are those of
 // experts.cuh.
 //
-// Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh),
+// Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh), those of
+// epilogue.cuh,
 // SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial
 // sum), M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES,
 // N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (m is a multiple of 8), WHOLE
 // (the weight does not end in the middle of a block), TRANSPOSED (0 by default), EXPERTS (0, or see
 // experts.cuh).
 
-#include "device/output.cuh"
+#include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
 #include "quantized/dequantize.cuh"
 #include "quantized/scales.cuh"
@@ -193,7 +194,7 @@ __device__ inline int cluster_rank() { return int(blockIdx.x) % MULTICAST; }
 // What all parts of a kernel need.
 struct Kernel {
   const Schedule& g;
-  Output* out;
+  Destination out;
   float* partials;
   uint64_t* barriers;
   uint8_t* stages;   // the first one
@@ -342,10 +343,77 @@ __device__ inline uint32_t packed(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+#if EPILOGUE
+// Of gate, which the first 8 of a warp's m are, and of up; the parameters of `store`.
+[[maybe_unused]] __device__ inline void store_gated(const Args& g, const Destination& result,
+                                                    [[maybe_unused]] uint32_t staging, int m, int n, int end,
+                                                    const float (&sums)[8], int lane) {
+  const int columns = g.m / 2, first = m / 2, column = first + lane / 4;
+  float bias[1] = {}, up_bias[1] = {}, v[4];
+  if (column < columns) {
+    result.epilogue.load_bias(column, bias);
+    result.epilogue.load_bias(columns + column, up_bias);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = n + i / 2 * 8 + lane % 4 * 2 + i % 2, at = i / 2 * 4 + i % 2;
+    float one[1] = {gated(sums[at] + bias[0], sums[at + 2] + up_bias[0])};
+    if (row < end && column < columns) result.epilogue.add_residual(size_t(row) * columns + column, one);
+    v[i] = one[0];
+  }
+  if constexpr (OUT != FLOAT) {
+    // As in `store`; the second half of each row of 16 is not used.
+    const uint32_t low = packed(v[0], v[1]), high = packed(v[2], v[3]);
+    __syncwarp();
+    store_matrices_trans(staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16,
+                         {low, low, high, high});
+    __syncwarp();
+    const int row = n + lane / 2;
+    const uint4 chunk = load_shared<uint4>(staging + lane / 2 * STAGING_PITCH);
+    if (lane % 2 == 0 && row < end && first < columns) {
+      *reinterpret_cast<uint4*>(result.out + size_t(row) * columns + first) = chunk;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = n + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      if (row < end && column < columns) convert(v[i], result.out[size_t(row) * columns + column]);
+    }
+  }
+}
+
+// The epilogue's results of a lane's sums; the parameters of `store`.
+[[maybe_unused]] __device__ inline void finish_sums(const Args& g, const Epilogue& epilogue, int m, int n, int end,
+                                                    const float (&sums)[8], float (&v)[8], int lane) {
+  float bias[2][1] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int column = m + half * 8 + lane / 4;
+    if (column < g.m) epilogue.load_bias(column, bias[half]);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = n + i / 4 * 8 + lane % 4 * 2 + i % 2, column = m + i / 2 % 2 * 8 + lane / 4;
+    float one[1] = {activated(sums[i] + bias[i / 2 % 2][0])};
+    if (row < end && column < g.m) epilogue.add_residual(size_t(row) * g.m + column, one);
+    v[i] = one[0];
+  }
+}
+#endif
+
 // Stores a warp's 16 m, from `m` on, of 16 rows of x, from `n` on and before `end`. WGMMA's accumulator holds, for
-// lane l, m l/4 (+8) and rows 2*(l%4) (+1) (+8): v[8-row half * 4 + m half * 2 + odd].
-__device__ inline void store(const Args& g, Output* out, [[maybe_unused]] uint32_t staging, int m, int n,
-                             int end, const float (&v)[8], int lane) {
+// lane l, m l/4 (+8) and rows 2*(l%4) (+1) (+8): sums[8-row half * 4 + m half * 2 + odd].
+__device__ inline void store(const Args& g, const Destination& result, [[maybe_unused]] uint32_t staging, int m, int n,
+                             int end, const float (&sums)[8], int lane) {
+#if EPILOGUE
+  Output* const out = result.out;
+  if constexpr (GATED) return store_gated(g, result, staging, m, n, end, sums, lane);
+  float v[8];
+  finish_sums(g, result.epilogue, m, n, end, sums, v, lane);
+#else
+  Output* const out = result;
+  const float (&v)[8] = sums;
+#endif
   if constexpr (OUT != FLOAT && EIGHTS) {
     // Through shared memory, transposed: 16 bytes of a row of the output for each lane.
     const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * STAGING_PITCH + lane / 8 % 2 * 16;
@@ -448,7 +516,7 @@ __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, con
 // A thread block adds the slots of 16 rows of x of a warpgroup's features of a tile. `before`: tiles that no
 // range reaches.
 __device__ inline void add_slots(const Schedule& g, int before, int range_blocks, float* partials,
-                                 Output* out) {
+                                 const Destination& out) {
   __shared__ alignas(16) uint8_t staging[4][16 * STAGING_PITCH];
   const int part = int(blockIdx.x) / STORE_CHUNKS, chunk = int(blockIdx.x) - part * STORE_CHUNKS;
   const int others = part / M_WARPGROUPS, warpgroup = part - others * M_WARPGROUPS;
@@ -483,8 +551,9 @@ extern "C" __global__ void __launch_bounds__(128)
 }
 #else
 extern "C" __global__ void __launch_bounds__(128)
-    KERNEL(_reduce)(const __grid_constant__ Args g, int tiles_before, float* partials, Output* out) {
-  add_slots(g, tiles_before, g.range_blocks, partials, out);
+    KERNEL(_reduce)(const __grid_constant__ Args g, int tiles_before, float* partials,
+                    Output* out EPILOGUE_PARAMETERS) {
+  add_slots(g, tiles_before, g.range_blocks, partials, DESTINATION_OF_PARAMETERS);
 }
 #endif
 
@@ -497,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(128)
 //   produce                        copies, by an elected thread of a producer warp
 //   consume                        computes and stores a worker's pieces, by a consumer warp
 template <class Loop>
-__device__ inline void run(const Loop& loop, const TensorMap& x_map, const Schedule& g, Output* out,
+__device__ inline void run(const Loop& loop, const TensorMap& x_map, const Schedule& g, const Destination& out,
                            float* partials) {
   using Shares = Roles<4, Loop::PRODUCER_REGS, Loop::CONSUMER_REGS>;
   uint8_t* const raw = dynamic_shared();

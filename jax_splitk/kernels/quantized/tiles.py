@@ -411,7 +411,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             block=(128 * (config.warpgroups + 1), 1, 1),
             params=(
                 *(plan.MapParam(0), args, plan.Pointer(1), plan.Pointer(2), *operands, out, partials),
-                *dequantize.channel_pointers(problem),
+                *dequantize.last_pointers(problem),
             ),
             shared_bytes=self.shared_bytes(problem, config) - BARRIER_BYTES,
             cluster=(config.worker_blocks * config.splits, 1, 1),
@@ -424,7 +424,10 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             kernel=self.kernel_name(problem, "_reduce"),
             grid=(given.rest * parts, 1, 1),
             block=(128, 1, 1),
-            params=(args, plan.Int32Struct((given.whole_tiles * given.workers,)), partials, out),
+            params=(
+                *(args, plan.Int32Struct((given.whole_tiles * given.workers,)), partials, out),
+                *dequantize.epilogue_pointers(problem),
+            ),
             programmatic=True,
         )
         return (*first, main, adds_slots)

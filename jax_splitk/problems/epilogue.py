@@ -1,0 +1,71 @@
+"""What may follow a product with a quantized weight: activation(sum + bias) + residual, in float32, rounded once."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from jax import numpy as jnp
+
+from jax_splitk.problems.dot_general import ACTIVATIONS
+from jax_splitk.quantized.packing import GATE_BLOCK
+
+GatedActivation = Literal["swiglu", "geglu", "swigluoai"]
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of gpt-oss
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+@jax.jit
+def _geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+@jax.jit
+def _swigluoai(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, OAI_LIMIT), jnp.clip(up, -OAI_LIMIT, OAI_LIMIT)
+    return gate * jax.nn.sigmoid(OAI_ALPHA * gate) * (up + 1)
+
+
+# Functions of gate and up. NaN stays NaN. "swigluoai" is gpt-oss's: both are clipped, and up is raised by 1.
+GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+    "swigluoai": _swigluoai,
+}
+
+
+def parted(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(gate, up) of the sums of a joined weight, along the last axis."""
+    *leading, features = sums.shape
+    blocks = sums.reshape(*leading, features // (2 * GATE_BLOCK), 2, GATE_BLOCK)
+    gate, up = blocks[..., 0, :], blocks[..., 1, :]
+    return gate.reshape(*leading, features // 2), up.reshape(*leading, features // 2)
+
+
+def finished(
+    sums: jax.Array, bias: jax.Array | None, activation: str, residual: jax.Array | None, dtype: str
+) -> jax.Array:
+    """activation(sums + bias) + residual of sums [..., features], computed in float32 and rounded to `dtype`.
+
+    The bias is [features]; with a gated activation it is [2, features / 2], that of gate and that of up.
+    """
+    sums = sums.astype(jnp.float32)
+    if activation in GATED:
+        gate, up = parted(sums)
+        if bias is not None:
+            gate, up = gate + _widened(bias[0], gate), up + _widened(bias[1], up)
+        sums = GATED[activation](gate, up)
+    else:
+        if bias is not None:
+            sums = sums + _widened(bias, sums)
+        if activation != "none":
+            sums = ACTIVATIONS[activation](sums)
+    out = sums if residual is None else sums + residual.astype(jnp.float32)
+    return out.astype(dtype)
+
+
+def _widened(bias: jax.Array, sums: jax.Array) -> jax.Array:
+    """The bias in float32, in a shape that broadcasts without a new dimension."""
+    return bias.astype(jnp.float32).reshape(*[1] * (sums.ndim - 1), bias.shape[-1])

@@ -1,0 +1,129 @@
+"""What a product with a packed quantized weight and an epilogue computes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_splitk.problems import quantized_reference
+from jax_splitk.problems.dot_general import ACTIVATIONS
+from jax_splitk.problems.epilogue import GATED, finished
+from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes
+from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
+from jax_splitk.problems.random_operands import normals
+from jax_splitk.quantized.packing import GATE_BLOCK
+from jax_splitk.runtime.arguments import quoted, require
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedEpilogueProblem(QuantizedMatmulProblem):
+    """activation(x @ w + bias) + residual for an activation x [rows, k] and a packed weight w [k, features].
+
+    Everything except the product is the epilogue. It is computed from the whole sums, in float32, and then rounded to
+    `out_dtype`. A gated activation takes gate and up, which are blocks of 8 features of w in turn. Then the result has
+    half as many columns as w.
+
+    Attributes:
+      bias_dtype: dtype of the bias, [features], or with a gated activation [2, features / 2]; "none" without a bias.
+      activation: a name of `ACTIVATIONS` or of `GATED`, or "none".
+      residual_dtype: dtype of the residual, which has the result's shape; "none" without a residual.
+    """
+
+    bias_dtype: str = "none"
+    activation: str = "none"
+    residual_dtype: str = "none"
+
+    op = "quantized_matmul_epilogue"
+
+    def validate(self) -> None:
+        super().validate()
+        for name, accepted in (
+            ("bias_dtype", ("none", *OUT_DTYPES)),
+            ("activation", ("none", *ACTIVATIONS, *GATED)),
+            ("residual_dtype", ("none", *OUT_DTYPES)),
+        ):
+            value = getattr(self, name)
+            require(isinstance(value, str) and value in accepted, f"{name}={value!r}", quoted(accepted))
+        pair = 2 * GATE_BLOCK
+        valid = not self.gated or self.features % pair == 0
+        require(valid, f"features={self.features} with {self.activation}", f"multiples of {pair}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation takes gate and up."""
+        return self.activation in GATED
+
+    @functools.cached_property
+    def product(self) -> QuantizedMatmulProblem:
+        """The same product without its epilogue."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(QuantizedMatmulProblem)}
+        return QuantizedMatmulProblem(**own)
+
+    @property
+    def sums(self) -> QuantizedMatmulProblem:
+        """The product whose result the epilogue can be computed from."""
+        return dataclasses.replace(self.product, out_dtype="float32")
+
+    def representatives(self) -> tuple[QuantizedMatmulProblem, ...]:
+        """The product alone, and its representatives: the epilogue takes too little time to change the choice. So
+        decisions for products hold for products with any epilogue."""
+        return tuple(dict.fromkeys([*self.product.representatives(), self.product]))
+
+    @property
+    def epilogue(self) -> str:
+        """The epilogue in words."""
+        parts = (
+            f"bias in {self.bias_dtype}" if self.bias_dtype != "none" else "",
+            self.activation if self.activation != "none" else "",
+            f"residual in {self.residual_dtype}" if self.residual_dtype != "none" else "",
+        )
+        return ", ".join(filter(None, parts))
+
+    @property
+    def epilogue_operands(self) -> ArrayTypes:
+        """(shape, dtype) of the bias and the residual, as far as there are any."""
+        of_bias = (2, self.features // 2) if self.gated else (self.features,)
+        arrays = ((of_bias, self.bias_dtype), (self.out_shape, self.residual_dtype))
+        return tuple(array for array in arrays if array[1] != "none")
+
+    @property
+    def operand_types(self) -> ArrayTypes:
+        return *super().operand_types, *self.epilogue_operands
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return (self.rows, self.features // 2 if self.gated else self.features)
+
+    @property
+    def bytes_moved(self) -> int:
+        return super().bytes_moved + sum(nbytes(*array) for array in self.epilogue_operands)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} ({self.epilogue})"
+
+    @property
+    def brief(self) -> str:
+        dtypes = brief_dtypes(self.x_dtype, self.out_dtype)
+        sizes = f"{self.rows}, {self.k} -> {self.features}"
+        return f"{self.op} {sizes}, {self.brief_weight}, {dtypes}, {self.epilogue}"
+
+
+def problem_product(problem: QuantizedEpilogueProblem, *operands: Any) -> jax.Array:
+    """The result of a problem, from operands in the order of the custom call's buffers."""
+    own = len(problem.product.operand_types)
+    bias, residual = named(operands[own:], problem.bias_dtype != "none", problem.residual_dtype != "none")
+    sums = quantized_reference.problem_sums(problem.product, *operands[:own])
+    return finished(sums, bias, problem.activation, residual, problem.out_dtype)
+
+
+def named(after: Any, bias: bool, residual: bool) -> tuple[Any, Any]:
+    """(bias, residual) of the operands after the weight; None for one that is not there."""
+    return after[0] if bias else None, after[-1] if residual else None
+
+
+def random_operands(problem: QuantizedEpilogueProblem, seed: int) -> tuple[np.ndarray, ...]:
+    """Those of the product, and a bias and a residual of normally distributed numbers."""
+    more = normals(problem.epilogue_operands, seed + 1)
+    return *quantized_reference.random_operands(problem.product, seed), *more
