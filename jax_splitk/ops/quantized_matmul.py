@@ -166,8 +166,8 @@ def resized(x: jax.Array, size: int) -> jax.Array:
 def _joined(w: Any, activation: Any) -> Any:
     """The packed weight of a JoinedWeight; another weight as it is. Raises ValueError unless the activation is known,
     and gated if and only if the weight is joined."""
-    accepted = (None, *ACTIVATIONS, *GATED)
-    require(activation is None or activation in accepted[1:], f"activation={activation!r}", quoted(accepted))
+    accepted = (*ACTIVATIONS, *GATED)
+    require(activation is None or activation in accepted, f"activation={activation!r}", f"None, {quoted(accepted)}")
     w, joined = unwrapped(w), None
     if isinstance(w, JoinedWeight):
         w, joined = w.weight, w

@@ -20,7 +20,8 @@ __device__ inline float activated(float x) {
   return x;
 }
 
-// With a gated activation the sums' columns are 8 of gate and 8 of up in turn, and the result has half as many.
+// With a gated activation the sums' columns are 8 of gate and 8 of up in turn, and the result has half as
+// many.
 constexpr bool GATED = ACTIVATION >= 5;
 
 [[maybe_unused]] __device__ inline float gated(float gate, float up) {
@@ -83,7 +84,9 @@ struct Destination {
 };
 
 #define DESTINATION_OF_PARAMETERS \
-  { out, {bias, residual} }
+  Destination {                   \
+    out, { bias, residual }       \
+  }
 #define EPILOGUE_PARAMETERS , const Bias *bias, const Residual *residual
 #define EPILOGUE_OF_PARAMETERS \
   Epilogue { bias, residual }

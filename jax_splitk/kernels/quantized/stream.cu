@@ -362,7 +362,8 @@ __device__ inline void store(const Args& g, Output* out, int n, int feature, flo
 
 // Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the inbox is
 // free if they will use it again: a block that has sent its last sums may have ended.
-__device__ inline void finish(const Block& block, const Destination out, int thread, int count, int tile, bool again) {
+__device__ inline void finish(const Block& block, const Destination out, int thread, int count, int tile,
+                              bool again) {
   const int inbox = count % 2;
   Signals& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
@@ -387,7 +388,7 @@ __device__ inline void finish(const Block& block, const Destination out, int thr
 __device__ inline void add_up(const Block& block, const Destination out) {
   const Args& g = block.g;
   Signals& barriers = block.barriers;
-  constexpr unsigned ROWS = EPILOGUE_THREADS / 16;          // of X, at a time
+  constexpr unsigned ROWS = EPILOGUE_THREADS / 16;  // of X, at a time
   constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
   const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
   const float* sums = reinterpret_cast<const float*>(block.smem + SUMS_AT) + column;
@@ -589,12 +590,9 @@ using X = TensorMap;
 using X = const void*;
 #endif
 
-extern "C" __global__ __launch_bounds__(THREADS,
-                                        1) void KERNEL()(const __grid_constant__ X x, const uint8_t* words,
-                                                         const uint8_t* scale, const uint8_t* zero,
-                                                         Output* out,
-                                                         const __grid_constant__ Args g CHANNEL_PARAMETER
-                                                             EPILOGUE_PARAMETERS) {
+extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(
+    const __grid_constant__ X x, const uint8_t* words, const uint8_t* scale, const uint8_t* zero, Output* out,
+    const __grid_constant__ Args g CHANNEL_PARAMETER EPILOGUE_PARAMETERS) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
   Signals& b = block.barriers;

@@ -355,8 +355,8 @@ struct Loop {
   static constexpr int MANY = EXPERTS ? 232 : 240;
   static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : MANY;
   const Weight weight;
-  // Sums of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N], or rows of x with EXPERTS. With FACTORS,
-  // factors of groups.
+  // Sums of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N], or rows of x with EXPERTS. With
+  // FACTORS, factors of groups.
   const float* sums;
 
   __device__ void produce(const Kernel& kernel, const TensorMap& x_map, int warp) const {

@@ -42,13 +42,12 @@
 // With EXPERTS the rows of x are in groups that have a weight each, and Schedule and Place are those of
 // experts.cuh.
 //
-// Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh), those of
-// epilogue.cuh,
-// SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k of a partial
-// sum), M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES,
-// N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (m is a multiple of 8), WHOLE
-// (the weight does not end in the middle of a block), TRANSPOSED (0 by default), EXPERTS (0, or see
-// experts.cuh).
+// Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh), those
+// of epilogue.cuh, SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k
+// of a partial sum), M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST,
+// TILE_N, STAGES, N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (m is a
+// multiple of 8), WHOLE (the weight does not end in the middle of a block), TRANSPOSED (0 by default),
+// EXPERTS (0, or see experts.cuh).
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -383,8 +382,9 @@ __device__ inline uint32_t packed(float low, float high) {
 }
 
 // The epilogue's results of a lane's sums; the parameters of `store`.
-[[maybe_unused]] __device__ inline void finish_sums(const Args& g, const Epilogue& epilogue, int m, int n, int end,
-                                                    const float (&sums)[8], float (&v)[8], int lane) {
+[[maybe_unused]] __device__ inline void finish_sums(const Args& g, const Epilogue& epilogue, int m, int n,
+                                                    int end, const float (&sums)[8], float (&v)[8],
+                                                    int lane) {
   float bias[2][1] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -401,10 +401,10 @@ __device__ inline uint32_t packed(float low, float high) {
 }
 #endif
 
-// Stores a warp's 16 m, from `m` on, of 16 rows of x, from `n` on and before `end`. WGMMA's accumulator holds, for
-// lane l, m l/4 (+8) and rows 2*(l%4) (+1) (+8): sums[8-row half * 4 + m half * 2 + odd].
-__device__ inline void store(const Args& g, const Destination& result, [[maybe_unused]] uint32_t staging, int m, int n,
-                             int end, const float (&sums)[8], int lane) {
+// Stores a warp's 16 m, from `m` on, of 16 rows of x, from `n` on and before `end`. WGMMA's accumulator
+// holds, for lane l, m l/4 (+8) and rows 2*(l%4) (+1) (+8): sums[8-row half * 4 + m half * 2 + odd].
+__device__ inline void store(const Args& g, const Destination& result, [[maybe_unused]] uint32_t staging,
+                             int m, int n, int end, const float (&sums)[8], int lane) {
 #if EPILOGUE
   Output* const out = result.out;
   if constexpr (GATED) return store_gated(g, result, staging, m, n, end, sums, lane);
@@ -566,8 +566,8 @@ extern "C" __global__ void __launch_bounds__(128)
 //   produce                        copies, by an elected thread of a producer warp
 //   consume                        computes and stores a worker's pieces, by a consumer warp
 template <class Loop>
-__device__ inline void run(const Loop& loop, const TensorMap& x_map, const Schedule& g, const Destination& out,
-                           float* partials) {
+__device__ inline void run(const Loop& loop, const TensorMap& x_map, const Schedule& g,
+                           const Destination& out, float* partials) {
   using Shares = Roles<4, Loop::PRODUCER_REGS, Loop::CONSUMER_REGS>;
   uint8_t* const raw = dynamic_shared();
   __shared__ uint64_t barriers[Loop::BARRIERS];
