@@ -3,8 +3,8 @@ under `lax.scan` over stacked weights. See README.md beside this file.
 
 python -m benchmarks.decode [--layers N] [--rows N ...] [--[no-]scan] [--only NAME ...] [--quick] [--json FILE]
 
-Contestants: XLA's bfloat16 and fp8 products, and jax_splitk's bfloat16, fp8 and int4 products; and the same int4 weights
-in fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, and residuals
+Contestants: XLA's bfloat16 and fp8 products, and jax_splitk's bfloat16, fp8 and int4 products; and the int4 weights in
+fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, and residuals
 are added in the products. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA may read the
 stack in place.
 """
