@@ -31,7 +31,7 @@ GROUP = 64  # k of an int4 weight's scale
 TOKENS = 16
 # Slices become part of cuBLASLt's products, and all products are cuBLASLt's. The first is the default from jaxlib
 # 0.11.1 on.
-IN_PLACE = {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_enable_triton_gemm": False}
+IN_PLACE: dict[str, str | bool] = {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_enable_triton_gemm": False}
 Layer = dict[str, Any]
 
 
@@ -75,7 +75,7 @@ class Contestant:
 
     convert: Callable[[jax.Array], Any]
     multiply: Callable[..., jax.Array]
-    xla_options: dict[str, bool] = dataclasses.field(default_factory=dict)
+    xla_options: dict[str, str | bool] = dataclasses.field(default_factory=dict)
     scan_only: bool = False
     joined: bool = False
 
@@ -223,7 +223,7 @@ def compiled_program(
     run = functools.partial(decode, sizes, contestant, scan, tokens)
     program = jax.jit(run).lower(stored, x).compile(compiler_options=contestant.xla_options or None)
     decisions = jax_splitk.explain(run, stored, x).decisions
-    return program, [f"{d.count} x {d.problem.brief}: {d.family or 'xla'}" for d in decisions]
+    return program, [f"{d.count} x {d.problem.brief}: {d.family or 'xla'} {d.config or ''}" for d in decisions]
 
 
 def measured(options: argparse.Namespace, rows: int, stored: dict[tuple[str, bool], Any]) -> dict[str, Any]:
