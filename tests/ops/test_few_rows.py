@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_splitk
 from jax_splitk.kernels import catalogue
@@ -172,3 +173,34 @@ def test_explain_leaves_out_what_xla_reads_in_place() -> None:
 def test_the_family_is_the_one_for_few_rows() -> None:
     few = [family for families in catalogue.FAMILIES.values() for family in families if family.few_rows]
     assert few == [few_rows.FAMILY]
+
+
+# ---- several devices -------------------------------------------------------------------------------------------------
+
+
+def test_a_program_for_several_devices_is_laxs_and_a_shard_map_is_not() -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, stack = types()
+    divided = jax.ShapeDtypeStruct(
+        stack.shape, stack.dtype, sharding=NamedSharding(mesh, PartitionSpec(None, None, "d"))
+    )
+    function = functools.partial(scanned, PRODUCTS["dot"])
+    rows = {"in_specs": (PartitionSpec("d"), PartitionSpec()), "out_specs": PartitionSpec("d")}
+    with jax_splitk.intercept(few_rows=True):
+        assert jax_splitk.explain(function, x, divided, platform="cuda").decisions == ()
+        assert kernels(function, x, divided) == 0
+        (decision,) = jax_splitk.explain(
+            jax.shard_map(function, mesh=mesh, **rows), x, stack, platform="cuda"
+        ).decisions
+    assert problems([decision])[0].m == 4
+
+
+def test_mapped_rows_are_more_rows() -> None:
+    x, stack = types()
+    batch = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+    function = functools.partial(scanned, PRODUCTS["dot"])
+    with jax_splitk.intercept(few_rows=True):
+        (decision,) = jax_splitk.explain(jax.vmap(function, (0, None)), batch, stack, platform="cuda").decisions
+        assert problems([decision])[0].m == 24
+        many = jax.ShapeDtypeStruct((9, *x.shape), x.dtype)  # 72 rows
+        assert jax_splitk.explain(jax.vmap(function, (0, None)), many, stack, platform="cuda").decisions == ()
