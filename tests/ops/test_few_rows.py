@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -131,6 +132,29 @@ def test_wrong_arguments_raise_laxs_errors() -> None:
         lax.scan(lambda x, w: (lax.dot_general(x, w, (((0,), (0,)), ((), ()))), None), x, w)
     with pytest.raises(ValueError, match="few_rows='yes'; accepted: None, True, False"):
         jax_splitk.intercept(few_rows="yes").__enter__()  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        dense = nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+        return x + dense(x), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scanned = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        return scanned()(x, None)[0]
+
+
+def test_layers_of_linen_under_nn_scan_are_routed() -> None:
+    x, _ = types()
+    params = jax.eval_shape(Model().init, jax.random.key(0), x)
+    with jax_splitk.intercept(few_rows=True):
+        (decision,) = jax_splitk.explain(Model().apply, params, x, platform="cuda").decisions
+    assert decision.family is not None and problems([decision])[0].n == WIDTH
+    assert len(jax_splitk.explain(Model().apply, params, x, platform="cuda").unrouted) == 1
 
 
 # ---- explain ---------------------------------------------------------------------------------------------------------
