@@ -3,10 +3,10 @@ under `lax.scan` over stacked weights. See README.md beside this file.
 
 python -m benchmarks.decode [--layers N] [--rows N ...] [--[no-]scan] [--only NAME ...] [--quick] [--json FILE]
 
-Contestants: XLA's bfloat16 and fp8 products, jax_splitk's bfloat16 product and jax_splitk's int4 product; and the same
-int4 weights in fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it,
-and residuals are added in the products. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA
-may read the stack in place.
+Contestants: XLA's bfloat16 and fp8 products, and jax_splitk's bfloat16, fp8 and int4 products; and the int4 weights in
+fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, and residuals
+are added in the products. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA may read the
+stack in place.
 """
 
 import argparse
@@ -31,7 +31,7 @@ GROUP = 64  # k of an int4 weight's scale
 TOKENS = 16
 # Slices become part of cuBLASLt's products, and all products are cuBLASLt's. The first is the default from jaxlib
 # 0.11.1 on.
-IN_PLACE = {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_enable_triton_gemm": False}
+IN_PLACE: dict[str, str | bool] = {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_enable_triton_gemm": False}
 Layer = dict[str, Any]
 
 
@@ -75,7 +75,7 @@ class Contestant:
 
     convert: Callable[[jax.Array], Any]
     multiply: Callable[..., jax.Array]
-    xla_options: dict[str, bool] = dataclasses.field(default_factory=dict)
+    xla_options: dict[str, str | bool] = dataclasses.field(default_factory=dict)
     scan_only: bool = False
     joined: bool = False
 
@@ -100,8 +100,19 @@ def _multiply_fp8(x: jax.Array, weight: tuple[jax.Array, jax.Array]) -> jax.Arra
     return (out * scale).astype(jnp.bfloat16)[:rows]
 
 
+def _kernel() -> Any:
+    return "cutlass" if report.on_gpu() else None
+
+
 def _multiply_ours(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jax_splitk.matmul(x, w, implementation="cutlass" if report.on_gpu() else None)
+    return jax_splitk.matmul(x, w, implementation=_kernel())
+
+
+def _multiply_fp8_ours(x: jax.Array, weight: tuple[jax.Array, jax.Array]) -> jax.Array:
+    w, scale = weight
+    numbers = (((1,), (1,)), ((), ()))
+    out = jax_splitk.dot_general(x.astype(FP8), w, numbers, None, jnp.bfloat16, implementation=_kernel())
+    return (out * scale).astype(jnp.bfloat16)
 
 
 def _bf16(w: jax.Array) -> jax.Array:
@@ -117,6 +128,7 @@ CONTESTANTS = {
     "bf16_in_place": Contestant(_bf16, jnp.dot, IN_PLACE, scan_only=True),
     "bf16_ours": Contestant(_bf16, _multiply_ours),
     "fp8": Contestant(_fp8, _multiply_fp8),
+    "fp8_ours": Contestant(_fp8, _multiply_fp8_ours),
     "int4_ours": Contestant(_int4, jax_splitk.quantized_matmul),
     "int4_fused": Contestant(_int4, jax_splitk.quantized_matmul, joined=True),
 }
@@ -211,7 +223,7 @@ def compiled_program(
     run = functools.partial(decode, sizes, contestant, scan, tokens)
     program = jax.jit(run).lower(stored, x).compile(compiler_options=contestant.xla_options or None)
     decisions = jax_splitk.explain(run, stored, x).decisions
-    return program, [f"{d.count} x {d.problem.brief}: {d.family or 'xla'}" for d in decisions]
+    return program, [f"{d.count} x {d.problem.brief}: {d.family or 'xla'} {d.config or ''}" for d in decisions]
 
 
 def measured(options: argparse.Namespace, rows: int, stored: dict[tuple[str, bool], Any]) -> dict[str, Any]:

@@ -120,8 +120,7 @@ def _products(jaxpr: core.Jaxpr, slices: set[Any], *, looped: bool) -> tuple[lis
             slices.update(eqn.outvars)
         for body in inner(eqn):
             if name in ("scan", "while"):
-                given = set(body.invars[_first_scanned(**eqn.params) :]) if name == "scan" else set()
-                found += _products(body, given, looped=True)[0]
+                found += _products(body, _scanned(eqn, body) if name == "scan" else set(), looped=True)[0]
                 continue
             pairs = zip(reversed(body.invars), reversed(of_slices), strict=False)
             products, inside = _products(body, {var for var, of_slice in pairs if of_slice}, looped=looped)
@@ -132,9 +131,14 @@ def _products(jaxpr: core.Jaxpr, slices: set[Any], *, looped: bool) -> tuple[lis
     return found, slices
 
 
-def _first_scanned(num_consts: int, num_carry: int, **_: Any) -> int:
-    """The first parameter of a scan's body that is a slice of a scanned array."""
-    return num_consts + num_carry
+def _scanned(eqn: core.JaxprEqn, body: core.Jaxpr) -> set[Any]:
+    """The parameters of a scan's body that are slices of scanned arrays: they have a dimension less."""
+    pairs = zip(body.invars, eqn.invars, strict=True)
+    return {var for var, given in pairs if len(_shape(var)) + 1 == len(_shape(given))}
+
+
+def _shape(var: Any) -> tuple[Any, ...]:
+    return getattr(var.aval, "shape", ())
 
 
 def _problem(eqn: core.JaxprEqn) -> list[DotProblem]:

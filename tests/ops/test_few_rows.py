@@ -4,11 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_splitk
 from jax_splitk.kernels import catalogue
@@ -132,6 +134,29 @@ def test_wrong_arguments_raise_laxs_errors() -> None:
         jax_splitk.intercept(few_rows="yes").__enter__()  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        dense = nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+        return x + dense(x), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scanned = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        return scanned()(x, None)[0]
+
+
+def test_layers_of_linen_under_nn_scan_are_routed() -> None:
+    x, _ = types()
+    params = jax.eval_shape(Model().init, jax.random.key(0), x)
+    with jax_splitk.intercept(few_rows=True):
+        (decision,) = jax_splitk.explain(Model().apply, params, x, platform="cuda").decisions
+    assert decision.family is not None and problems([decision])[0].n == WIDTH
+    assert len(jax_splitk.explain(Model().apply, params, x, platform="cuda").unrouted) == 1
+
+
 # ---- explain ---------------------------------------------------------------------------------------------------------
 
 
@@ -172,3 +197,34 @@ def test_explain_leaves_out_what_xla_reads_in_place() -> None:
 def test_the_family_is_the_one_for_few_rows() -> None:
     few = [family for families in catalogue.FAMILIES.values() for family in families if family.few_rows]
     assert few == [few_rows.FAMILY]
+
+
+# ---- several devices -------------------------------------------------------------------------------------------------
+
+
+def test_a_program_for_several_devices_is_laxs_and_a_shard_map_is_not() -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, stack = types()
+    divided = jax.ShapeDtypeStruct(
+        stack.shape, stack.dtype, sharding=NamedSharding(mesh, PartitionSpec(None, None, "d"))
+    )
+    function = functools.partial(scanned, PRODUCTS["dot"])
+    rows = {"in_specs": (PartitionSpec("d"), PartitionSpec()), "out_specs": PartitionSpec("d")}
+    with jax_splitk.intercept(few_rows=True):
+        assert jax_splitk.explain(function, x, divided, platform="cuda").decisions == ()
+        assert kernels(function, x, divided) == 0
+        (decision,) = jax_splitk.explain(
+            jax.shard_map(function, mesh=mesh, **rows), x, stack, platform="cuda"
+        ).decisions
+    assert problems([decision])[0].m == 4
+
+
+def test_mapped_rows_are_more_rows() -> None:
+    x, stack = types()
+    batch = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+    function = functools.partial(scanned, PRODUCTS["dot"])
+    with jax_splitk.intercept(few_rows=True):
+        (decision,) = jax_splitk.explain(jax.vmap(function, (0, None)), batch, stack, platform="cuda").decisions
+        assert problems([decision])[0].m == 24
+        many = jax.ShapeDtypeStruct((9, *x.shape), x.dtype)  # 72 rows
+        assert jax_splitk.explain(jax.vmap(function, (0, None)), many, stack, platform="cuda").decisions == ()
