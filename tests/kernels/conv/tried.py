@@ -332,6 +332,7 @@ GATHER = Tried(
             ((32, 32), (3, 3), (37, 53), {"padding": 1, **BF16}),
             ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
             ((28, 28), (3, 3), (37, 5), {"padding": 1, **FLOAT}),
+            ((32, 32), (3, 3), (16, 32), {"padding": 1, **FLOAT}),
         )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
@@ -339,8 +340,7 @@ GATHER = Tried(
     refused=[
         ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
         ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
-        ({"dtype": "float32", "in_channels": 36, "out_channels": 36},
-         "36 (channels of the input; accepted: 1 to 32|output channels; accepted: numbers that TMA cannot load)"),
+        ({"dtype": "float32", "in_channels": 68, "out_channels": 68}, "68 channels of the input; accepted: 1 to 64"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
         ({"in_channels": 24, "out_channels": 24},
