@@ -17,7 +17,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
-from tests import float64, poison, random_problems
+from tests import float64, poison, random_problems, tf32
 from tests.problems import SEED
 from tests.random_problems import device_plan as plan
 
@@ -112,11 +112,20 @@ def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def check_accuracy_and_repeats(
-    family: Family, p: ConvProblem, configs: Iterable[Any], *operands: jax.Array, times: int = 100
+    family: Family,
+    p: ConvProblem,
+    configs: Iterable[Any],
+    *operands: jax.Array,
+    times: int = 100,
+    in_tf32: bool = False,
 ) -> None:
-    """The accuracy is that of XLA, and `times` runs give the same bits."""
+    """The accuracy is that of XLA, and `times` runs give the same bits. `in_tf32`: the family multiplies float32 in
+    tf32. XLA may, but computes some passes with more bits."""
     exact = exactly(p, operands[0], operands[1])
     theirs = error(xla(p)(operands[0], operands[1]), exact)
+    if in_tf32 and p.dtype == "float32":
+        rounded_operands = (jnp.asarray(tf32.nearest(np.asarray(a)), jnp.float32) for a in operands[:2])
+        theirs = max(theirs, error(exactly(p, *rounded_operands), exact))
     for config in configs:
         mine = error(check_repeats(ours(family, p, config), *operands, times=times), exact)
         assert mine <= 2 * theirs, (config, mine, theirs)

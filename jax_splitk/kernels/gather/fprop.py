@@ -26,7 +26,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 
-MAX_CHANNELS = {2: 16, 4: 32}  # by bytes of an element, where other kernels serve more
+MAX_CHANNELS = {2: 16, 4: 64}  # by bytes of an element, where other kernels serve more
 MAX_ODD_CHANNELS = 256
 TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
@@ -136,7 +136,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         if reason is not None:
             return reason
         odd = _is_odd(problem)
-        if not (odd or isinstance(problem, ConvFpropProblem)):
+        if not (odd or p.dtype == "float32" or isinstance(problem, ConvFpropProblem)):
             given = f"{problem.in_channels} input and {problem.out_channels} output channels"
             return f"{given}; accepted: numbers that TMA cannot load"
         most = MAX_ODD_CHANNELS if odd else MAX_CHANNELS[_volume(problem).item]

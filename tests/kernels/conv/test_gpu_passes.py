@@ -75,7 +75,8 @@ def test_random_problems_are_exact(name: str, kind: type[Any], part: int) -> Non
 @pytest.mark.parametrize(("tried", "p"), NETWORKS, ids=str)
 def test_error_is_at_most_twice_xlas_and_runs_repeat(tried: Tried, p: ConvProblem) -> None:
     operands = on_gpu.normals(p, seed=1)
-    on_gpu.check_accuracy_and_repeats(tried.of(p), p, configs(tried, p), *operands, times=20)
+    found = configs(tried, p)
+    on_gpu.check_accuracy_and_repeats(tried.of(p), p, found, *operands, times=20, in_tf32=tried.in_tf32)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

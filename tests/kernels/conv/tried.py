@@ -37,6 +37,7 @@ class Tried:
       families: by the problems that they serve.
       kind: maps a config to its kind; a problem is tried with different kinds.
       best: how many kinds are tried.
+      in_tf32: whether float32 is multiplied in tf32.
       draw: a random problem of a class, served or not.
       config: a random legal config.
       sibling: another problem and config of the same device code, legal or not.
@@ -58,6 +59,7 @@ class Tried:
         dataclasses.replace(p, batch=int(rng.integers(p.batch, 40))), config
     )  # fmt: skip
     best: int = 3
+    in_tf32: bool = False
 
     def __str__(self) -> str:
         return "-".join(family.name for family in self.families.values())
@@ -330,6 +332,7 @@ GATHER = Tried(
             ((32, 32), (3, 3), (37, 53), {"padding": 1, **BF16}),
             ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
             ((28, 28), (3, 3), (37, 5), {"padding": 1, **FLOAT}),
+            ((32, 32), (3, 3), (16, 32), {"padding": 1, **FLOAT}),
         )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
@@ -337,8 +340,7 @@ GATHER = Tried(
     refused=[
         ({"dtype": "float64"}, "dtype float64; accepted: bfloat16, float16, float32"),
         ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
-        ({"dtype": "float32", "in_channels": 36, "out_channels": 36},
-         "36 (channels of the input; accepted: 1 to 32|output channels; accepted: numbers that TMA cannot load)"),
+        ({"dtype": "float32", "in_channels": 68, "out_channels": 68}, "68 channels of the input; accepted: 1 to 64"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
         ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
         ({"in_channels": 24, "out_channels": 24},
@@ -348,6 +350,7 @@ GATHER = Tried(
         ({"kernel_spatial": (32, 32), "in_channels": 5, "out_channels": 7}, "take too much shared memory"),
     ],
     sibling=_gather_sibling,
+    in_tf32=True,
 )  # fmt: skip
 
 # ---- filters as large as their stride ------------------------------------------------------------------------------
@@ -444,8 +447,9 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
         other = 4 * int(rng.integers(1, 24)) - int(rng.choice([0, 0, 1, 2]))
         channels = [c * more["groups"] for c in ((whole, other) if kind is ConvFpropProblem else (other, whole))]
     types = dtypes(rng, "bfloat16", "float16", "float32")
-    if types["dtype"] == "float32" and rng.random() < 0.2:  # pixels that may be joined
-        more |= {"stride": 4, "kernel": tuple(4 * -(-k // 4) for k in more["kernel"]), "padding": 0}
+    if types["dtype"] == "float32" and "groups" not in more and rng.random() < 0.2:  # pixels that may be joined
+        more |= {name: tuple(4 * -(-n // 4) for n in more[name]) for name in ("size", "kernel")}
+        more |= {"stride": 4, "padding": 0, "lhs_dilation": 1, "rhs_dilation": 1}
         channels[1 - columns] = int(rng.integers(1, 9))
     return conv_of(kind, channels=(channels[0], channels[1]), **more, **types)
 
@@ -506,6 +510,7 @@ IM2COL = Tried(
     ],
     config=_im2col_config,
     best=99,
+    in_tf32=True,
 )  # fmt: skip
 FAMILIES = {
     "depthwise": DEPTHWISE, "toeplitz": TOEPLITZ, "grouped": GROUPED, "gather": GATHER, "patch": PATCH, "im2col": IM2COL
