@@ -144,8 +144,8 @@ def test_nan_reaches_only_what_depends_on_it() -> None:
 @pytest.mark.parametrize("rows", [1, 16, 300])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "swigluoai"])
 def test_layers_of_a_model(rows: int, activation: Any) -> None:
-    """An MLP with both epilogues, in a scan over stacked layers: values and gradients are those of separate products,
-    and one product of each layer is less."""
+    """An MLP with both epilogues, in a scan over stacked layers. Values and gradients are as near to those in float32 as
+    with separate products, and each layer has a product less."""
     k, hidden, layers = 1024, 2816, 3
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
@@ -173,17 +173,22 @@ def test_layers_of_a_model(rows: int, activation: Any) -> None:
     def run(layer: Any, x: jax.Array, w: Any) -> jax.Array:
         return jax.lax.scan(layer, x, w)[0].astype(jnp.float32)
 
-    ours = jax.jit(lambda x, w: run(fused, x, w))
-    theirs = jax.jit(lambda x, w: run(apart, x, w))
-    one, other = ours(x, (both, down)), theirs(x, (gate, up, down))
-    assert error(one, np.asarray(other, np.float64)) < 0.01
-    grads = [
-        jax.jit(jax.grad(lambda x, w, layer=layer: jnp.sum(jnp.sin(run(layer, x, w)))))(x, w)
-        for layer, w in ((fused, (both, down)), (apart, (gate, up, down)))
-    ]
-    assert error(grads[0], np.asarray(grads[1], np.float64)) < 0.03
+    def results(layer: Any, x: jax.Array, w: Any) -> list[np.ndarray]:
+        """The value and the gradient of x."""
+        value = jax.jit(lambda x, w: run(layer, x, w))
+        grad = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(run(layer, x, w)))))
+        return [np.asarray(each(x, w), np.float64) for each in (value, grad)]
+
+    weights = {fused: (both, down), apart: (gate, up, down)}
+    with jax.default_matmul_precision("highest"):
+        arrays = tuple(jax.jit(jax.vmap(lambda w: jax_splitk.dequantize(jax_splitk.unpack(w), jnp.float32)))(w)
+                       for w in weights[apart])  # fmt: skip
+        exact = results(apart, x.astype(jnp.float32), arrays)
+    ours, theirs = (results(layer, x, w) for layer, w in weights.items())
+    for mine, other, wanted in zip(ours, theirs, exact, strict=True):
+        assert error(mine, wanted) <= 1.5 * error(other, wanted) < 0.1
     calls = [
-        f.lower(x, w).compile().as_text().count("jax_splitk_launch")
-        for f, w in ((ours, (both, down)), (theirs, (gate, up, down)))
+        jax.jit(lambda x, w, layer=layer: run(layer, x, w)).lower(x, w).compile().as_text().count("jax_splitk_launch")
+        for layer, w in weights.items()
     ]
     assert 0 < calls[0] < calls[1]
