@@ -144,8 +144,8 @@ def test_nan_reaches_only_what_depends_on_it() -> None:
 @pytest.mark.parametrize("rows", [1, 16, 300])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "swigluoai"])
 def test_layers_of_a_model(rows: int, activation: Any) -> None:
-    """An MLP with both epilogues, in a scan over stacked layers. Values and gradients are as near to those in float32 as
-    with separate products, and each layer has a product less."""
+    """An MLP with both epilogues, in a scan over stacked layers. Values and gradients are as near to those in float32
+    as with separate products, and each layer has a product less."""
     k, hidden, layers = 1024, 2816, 3
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
