@@ -171,6 +171,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: EpilogueCall)
     return out, summed([*terms, *by_some(after, primals[own:], tangents[own:])], out)
 
 
+def _transpose(ct: Any, *operands: Any, call: EpilogueCall) -> list[Any]:
+    """`_jvp` leaves products alone to be transposed."""
+    del ct, operands, call
+    raise NotImplementedError("the transpose of a product with an epilogue, which is not linear")
+
+
 def _in_lax(*operands: jax.Array, call: EpilogueCall) -> jax.Array:
     return call.composed(*operands)
 
@@ -205,6 +211,7 @@ def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: E
 
 
 ad.primitive_jvps[quantized_epilogue_p] = _jvp
+ad.primitive_transposes[quantized_epilogue_p] = _transpose
 batching.primitive_batchers[quantized_epilogue_p] = _batch
 checkpointing.define(quantized_epilogue_p, lax.dot_general_p)
 taylor.define(quantized_epilogue_p, taylor.composed(_in_lax))

@@ -1,6 +1,7 @@
 """Packed weights of the gate and of the up projection as one, for products with a gated activation."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -74,6 +75,10 @@ class JoinedWeight(Weight):
         if part.dims != self.weight.dims:
             raise IndexError(f"index {index!r} of a JoinedWeight of shape {self.shape}; accepted: one of the stack")
         return JoinedWeight(part)
+
+    def __iter__(self) -> Iterator["JoinedWeight"]:
+        """The weights of a stack. Without it Python would end a loop at the first IndexError, without an error."""
+        return map(JoinedWeight, iter(self.weight))
 
     def split(self) -> tuple[PackedWeight, PackedWeight]:
         """(gate, up): the exact inverse of `join_gate_up`."""

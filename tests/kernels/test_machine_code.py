@@ -39,7 +39,7 @@ from tests.problems import conv
 
 REGISTERS = 65536 // 4  # registers of each of a multiprocessor's four parts, which share the warps
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 255
+MOST_SOURCES = 270
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if not isinstance(family, AsWgrad)]  # others have no code of their own
@@ -265,16 +265,16 @@ CODE = {
     "quantized/stream.cu": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
-        "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE",
+        "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE ACTIVATION RESIDUAL_TYPE",
     ),
     "quantized/fp8.cu": Code(
-        _fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS"
+        _fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS ACTIVATION"
     ),
     "quantized/tiled.cu": Code(
         _tiled,
         "FORMAT OUT SCALING",
         "M_WARPGROUPS K_WARPGROUPS PREPARED TILE_N ZERO_TYPE GROUP X_E4M3 SPLITS SCALE_TYPE TRANSPOSED EXPERTS CUT "
-        "HAS_OFFSET",
+        "HAS_OFFSET ACTIVATION RESIDUAL_TYPE",
     ),
     "ragged/ragged_m.cu": Code(_wgmma_tile, "OUT TILE_M TILE_N SWAP B_MN", "ELEMENT B_WHOLE HAS_OFFSET PARTS GROUPS"),
     "ragged/ragged_k.cu": Code(_wgmma_tile, "OUT TILE_M TILE_N", "ELEMENT HAS_OFFSET PARTS GROUPS"),
@@ -413,7 +413,7 @@ def samples(file: str) -> list[Run]:
 
 
 def is_helper(kernel: str) -> bool:
-    return any(part in kernel for part in HELPERS)
+    return any(f"{part}_" in f"{kernel}_" for part in HELPERS)  # but not "quantized_transposed"
 
 
 def check(sample: Run, compiled: compiler.Compiled) -> None:

@@ -156,6 +156,9 @@ def test_a_stack_of_joined_weights() -> None:
     ))[1]  # fmt: skip
     for other in (jnp.stack(one), jnp.stack(apart), scanned):
         np.testing.assert_array_equal(np.asarray(whole, np.float32), np.asarray(other, np.float32))
+    assert len(list(stack)) == 3
+    with pytest.raises(TypeError, match="iteration over a PackedWeight"):
+        list(stack[0])
     with pytest.raises(IndexError, match=r"index .* accepted: one of the stack"):
         stack[0, :, :64]
 
@@ -350,6 +353,30 @@ def test_errors_of_joining() -> None:
             call()
     with pytest.raises(TypeError, match="gate of type JoinedWeight"):
         join_gate_up(join_gate_up(q, q), q)
+
+
+def test_nothing_else_takes_a_joined_weight() -> None:
+    """Its features are in another order than anybody expects."""
+    w, x = join_gate_up(weight(), weight()), normal(4, K, dtype="bfloat16")
+    for call in (
+        lambda: jax_splitk.quantized_einsum("ab,bc->ac", x, w), lambda: jax_splitk.ragged_dot(x, w, jnp.array([4])),
+        lambda: jax_splitk.unpack(w), lambda: prepack(w), lambda: dequantize(w), lambda: jnp.dot(x, w),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="JoinedWeight"):
+            call()
+    with pytest.raises(NotImplementedError, match="not linear"):
+        jax.linear_transpose(lambda x: quantized_matmul(x, w, activation="swiglu"), x)(
+            normal(4, FEATURES, dtype="bfloat16")
+        )
+
+
+def test_shardings_of_joined_weights() -> None:
+    """A PartitionSpec of [k, 2 * features] divides gate and up together."""
+    w = join_gate_up(*(quantize(normal(K, 128, seed=i), "int4", group_size=32) for i in range(2)))
+    spec = jax.sharding.PartitionSpec(None, "model")
+    found, inner = jax_splitk.shardings(w, spec), jax_splitk.shardings(w.weight, spec)
+    assert isinstance(found, JoinedWeight)
+    assert jax.tree.leaves(found.weight) == jax.tree.leaves(inner)
 
 
 def test_random_weights_of_the_host() -> None:
