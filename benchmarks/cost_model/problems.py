@@ -249,14 +249,23 @@ def _quantized(rng: Rng) -> tuple[str, Problem]:
 
 
 def _dot(rng: Rng) -> tuple[str, Problem]:
-    """Mostly weight gradients of dense layers, whose reduction over tokens is long."""
+    """Mostly weight gradients of dense layers, whose reduction over tokens is long; and products of few rows."""
     kind, m, n = _dense_layer(rng)
     if rng.random() < 0.5:
         m, n = (_log_uniform(rng, 64, 2048, 8) for _ in range(2))
     k = _log_uniform(rng, 512, 262144, 8)
     orders = ("bkm", "bkn") if rng.random() < 0.7 else (_one(rng, "bmk", "bkm"), _one(rng, "bkn", "bnk"))
     dtype = _one(rng, "bfloat16", "bfloat16", "bfloat16", "float16", "float32")
-    return kind, DotProblem(1, m, n, k, *orders, dtype, _one(rng, dtype, "float32"))
+    problem = DotProblem(1, m, n, k, *orders, dtype, _one(rng, dtype, "float32"))
+    return (kind, problem) if rng.random() < 0.6 else _few_rows(rng)
+
+
+def _few_rows(rng: Rng) -> tuple[str, Problem]:
+    """A dense layer of a decode step."""
+    _, n, k = _dense_layer(rng)
+    dtype = _one(rng, "bfloat16", "bfloat16", "float16")
+    orders = "bmk", _one(rng, "bkn", "bkn", "bnk")
+    return "few rows", DotProblem(1, _log_uniform(rng, 1, 64), n, k, *orders, dtype, dtype)
 
 
 def _weight_gradient(rng: Rng) -> tuple[str, Problem]:

@@ -20,7 +20,8 @@ _HOW = {
     "convolution": "To route convolutions: jax_splitk.conv_general_dilated in place of lax.conv_general_dilated, or "
     "the function traced inside `with jax_splitk.intercept():`.",
     "dot_general": "To route products of few rows with a slice of a stack: the function traced inside "
-    "`with jax_splitk.intercept(few_rows=True):`, or jax_splitk.matmul(x, w, implementation='cutlass').",
+    "`with jax_splitk.intercept(few_rows=True):`, or jax_splitk.matmul(x, w, implementation='cutlass'). XLA's own "
+    "products read the slices in place under two options of XLA, which docs/limits.md names.",
     "quantized_matmul": "To route products: jax_splitk.quantized_matmul(x, w) for w = jax_splitk.prepack("
     "jax_splitk.quantize(...)), which is made once. For x @ w.T in a gradient: its argument transposed=.",
     "ragged_dot": "To route grouped products: jax_splitk.ragged_dot in place of lax.ragged_dot, or the function traced "
