@@ -10,7 +10,6 @@ from benchmarks import conv, kinds
 from jax_splitk import kernels
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
-
 # Passes of which XLA computes some.
 UNSERVED = {("narrow-groups", "wgrad")}
 
