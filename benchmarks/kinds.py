@@ -89,6 +89,14 @@ def _groups(rng: Rng) -> Case:
     return _drawn("groups", (size, size), (width * groups,) * 2, (3, 3), groups=groups, steps=steps, padding=1)
 
 
+def _narrow_groups(rng: Rng) -> Case:
+    """Groups that no vector of eight channels divides, and small ones of float32."""
+    width, dtype = _one(rng, (5, "bfloat16"), (7, "float16"), (9, "bfloat16"), (10, "bfloat16"), (20, "bfloat16"),
+                        (8, "float32"), (4, "float32"))  # fmt: skip
+    size, groups = _one(rng, 14, 28, 56), _one(rng, 4, 8, 16)
+    return _drawn("narrow-groups", (size, size), (width * groups,) * 2, (3, 3), groups=groups, dtype=dtype)
+
+
 def _positional(rng: Rng) -> Case:
     """Long filters with wide groups."""
     width, kernel = _one(rng, 48, 64), _one(rng, 63, 95, 128)
@@ -125,7 +133,7 @@ def _float32_stem(rng: Rng) -> Case:
 
 KINDS: tuple[Callable[[Rng], Case], ...] = (
     *(_depthwise_1d, _depthwise_odd, _depthwise_large, _depthwise_dilated, _multiplier),
-    *(_groups, _positional, _odd, _few_outputs, _float32, _float32_stem),
+    *(_groups, _positional, _odd, _few_outputs, _float32, _float32_stem, _narrow_groups),
 )
 
 

@@ -533,6 +533,15 @@ def _stems() -> Iterator[Run]:
     ):  # fmt: skip
         p = conv_of(ConvFpropProblem, size, kernel, channels, **{**fields, **changes})
         yield Run(conv_gather.FPROP, p, conv_gather.Config(*config))
+    for (family, kind), (size, kernel, channels, config, changes) in itertools.product(
+        _passes(conv_gather),
+        (
+            ((9, 10), (3, 3), (40, 40), (4, 1, 16, 1, 9, 16, 3), {"padding": 1, "groups": 4, **half}),
+            ((30,), (5,), (21, 15), (2, 1, 16, 2, 1, 64, 3), {"padding": 2, "groups": 3, "stride": 2}),
+            ((9, 10), (3, 3), (32, 72), (4, 1, 32, 1, 8, 16, 3), {"padding": 1, "groups": 4, **floats}),
+        ),
+    ):
+        yield Run(family, conv_of(kind, size, kernel, channels, **changes), conv_gather.Config(*config))
     p = conv_of(ConvDgradProblem, (9, 10), (3, 3), (37, 13), padding=1, **floats)
     yield Run(conv_gather.DGRAD, p, conv_gather.Config(2, 1, 64, 1, 8, 16, 3))
     p = conv_of(ConvDgradProblem, (9, 11), (3, 2), (4, 5), padding=1, stride=2, **{**floats, "out_dtype": HALF})

@@ -10,6 +10,9 @@ from benchmarks import conv, kinds
 from jax_splitk import kernels
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
+# Passes of which XLA computes some.
+UNSERVED = {("narrow-groups", "wgrad")}
+
 
 def test_a_seed_gives_the_same_cases_of_every_kind() -> None:
     cases = list(kinds.drawn())
@@ -24,7 +27,7 @@ def test_kernels_serve_the_cases_on_hopper() -> None:
     for case in kinds.drawn():
         problem = case.problem()
         served = [f for f in kernels.families(problem.op, "cuda") if f.refusal(problem, None, DEFAULT_CUDA) is None]
-        assert served, case.name
+        assert served or (case.group, case.which) in UNSERVED, case.name
         assert all(family.candidates(problem, DEFAULT_CUDA) for family in served), case.name
 
 

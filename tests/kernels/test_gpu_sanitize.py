@@ -80,6 +80,7 @@ def test_the_runs_reach_every_specialisation() -> None:
             assert macros[name, macro] == set(range(values)), (name, macro)
     for family in ("fprop_gather", "dgrad_gather"):
         assert macros[family, "ELEMENT"] == {0, 1, 2}, family
+        assert macros[family, "GROUPED"] == {0, 1}, family
     assert macros["quantized_tiled", "SCALING"] == {0, 1, 2}
     assert macros["quantized_stream", "FORMAT"] == set(range(6))
     assert macros["quantized_stream", "CLUSTER"] == {1, 2, 4, 8}

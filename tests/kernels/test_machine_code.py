@@ -251,7 +251,9 @@ CODE = {
     ),
     "grouped/passes.cu": Code(_grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W"),
     "gather/fprop.cu": Code(
-        _gather_pass, "ELEMENT CTAS_PER_SM CONSUMERS PAIRED", "OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE"
+        _gather_pass,
+        "ELEMENT CTAS_PER_SM CONSUMERS PAIRED GROUPED",
+        "OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE",
     ),
     "contraction/im2col.cu": Code(
         _wgmma_tile,

@@ -26,7 +26,8 @@
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
 // aligned as pairs, GROUP: products of a batch, ODD: output channels are no multiple of 8, and
-// results are stored one by one; MIRRORED.
+// results are stored one by one; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output channels
+// that a thread block computes.
 
 #include "device/output.cuh"
 #include "device/skeleton.cuh"
@@ -63,6 +64,15 @@ constexpr int WEIGHT_BYTES = (TILE_N + 63) / 64 * BOX_BYTES;
 using Accumulator = float[ACCUMULATORS];
 using Windows = Pipeline<STAGES, PRODUCERS, 4 * CONSUMERS>;
 
+// Output channels of a group.
+__device__ inline int columns_of(const Args& g) {
+#if GROUPED
+  return g.columns;
+#else
+  return g.out_channels;
+#endif
+}
+
 // ---- weights ---------------------------------------------------------------------------------------------
 
 // Where the weight of a segment's element and output channel `k` is.
@@ -70,7 +80,8 @@ __device__ inline int64_t weight_at(const Args& g, int segment, int position, in
   if constexpr (MIRRORED) {  // a segment is a tap's channels or, with RUNS, those of a filter row
     constexpr int ALL = SEGMENTS * SEGMENT / SLICE;
     const int tap = segment * (SEGMENT / SLICE) + position / SLICE;
-    return (int64_t(ALL - 1 - tap) * g.out_channels + k) * SLICE + position % SLICE;
+    const int pitch = GROUPED ? g.channels : SLICE;
+    return (int64_t(ALL - 1 - tap) * columns_of(g) + k) * pitch + position % SLICE;
   }
   return (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
 }
@@ -86,7 +97,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int position = first + 2 * j;
-      const bool is_there = position >= 0 && position < SEGMENT && k < g.out_channels;
+      const bool is_there = position >= 0 && position < SEGMENT && k < columns_of(g);
       value[j] = is_there ? tf32(__float_as_uint(w[weight_at(g, segment, position, k)])) : 0;
     }
     store_shared(weights + i * 16, make_uint4(value[0], value[1], value[2], value[3]));
@@ -95,7 +106,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
   for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * TILE_N; i += CONSUMER_THREADS) {
     const int row = i / TILE_N, column = i % TILE_N, k = k0 + column;
     const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
-    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
+    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < columns_of(g);
     const int64_t from = weight_at(g, segment, position, k);
     const uint16_t value = is_there ? reinterpret_cast<const uint16_t*>(w)[from] : uint16_t(0);
     store_shared(weights + column / 64 * BOX_BYTES + swizzled(row, column / 8 % 8) + column % 8 * ITEM,
@@ -106,7 +117,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
   for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * CHUNKS; i += CONSUMER_THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS, k = k0 + chunk * 8;
     const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
-    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < g.out_channels;
+    const bool is_there = segment < SEGMENTS && position >= 0 && position < SEGMENT && k < columns_of(g);
     const Element* from = w + (int64_t(segment) * SEGMENT + position) * g.out_channels + k;
     const uint4 value = is_there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
     store_shared(weights + chunk / 8 * BOX_BYTES + swizzled(row, chunk % 8), value);
@@ -116,11 +127,13 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
 
 // ---- producer --------------------------------------------------------------------------------------------
 
-__device__ inline void produce(const Args& g, const Element* x, uint32_t stages, Windows& pipeline) {
+// `first`: the first channel.
+__device__ inline void produce(const Args& g, const Element* x, uint32_t stages, Windows& pipeline,
+                               int first) {
   Position at;
   for (int tile = blockIdx.x; tile < g.tiles; tile += gridDim.x, at.advance(STAGES)) {
     pipeline.wait_empty(at);
-    load_x(g, x, stages + at.stage * STAGE_BYTES, tile_at(g, tile), 0);
+    load_x(g, x, stages + at.stage * STAGE_BYTES, tile_at(g, tile), first);
     if constexpr (X_ASYNC) {
       Barrier::arrive_after_copies(&pipeline.full[at.stage]);
     } else {
@@ -257,12 +270,12 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
     Output* to = out + int64_t(pixel) * g.out_channels + k0 + 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
-      if (k0 + 8 * j >= g.out_channels) continue;
+      if (k0 + 8 * j >= columns_of(g)) continue;
       const float (&v)[2] = reinterpret_cast<const float (&)[2]>(acc[4 * j + 2 * half]);
       if constexpr (ODD) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          if (k0 + 8 * j + 2 * (lane % 4) + c < g.out_channels) to[8 * j + c] = v[c];
+          if (k0 + 8 * j + 2 * (lane % 4) + c < columns_of(g)) to[8 * j + c] = v[c];
         }
       } else {
         store_values<Output, 2>(to + 8 * j, v);
@@ -302,7 +315,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
       const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * TOGETHER;
       const int pixel = pixel_of(g, tile, row + line);
       const Piece value = load_shared<Piece>(turn + line * PITCH_BYTES + chunk * sizeof(Piece));
-      if (pixel < 0 || k >= g.out_channels) continue;
+      if (pixel < 0 || k >= columns_of(g)) continue;
       *reinterpret_cast<Piece*>(out + int64_t(pixel) * g.out_channels + k) = value;
     }
     __syncwarp();
@@ -353,15 +366,24 @@ __device__ inline void consume(const Args& g, const Element* w, uint32_t weights
   }
 }
 
-// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels.
+// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels, of one group
+// after the other.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g, Output* out) {
   __shared__ Windows pipeline;
   const uint32_t weights = shared_stages(), stages = weights + WEIGHT_BYTES;
+  int first = 0, tile_n = blockIdx.y;
+#if GROUPED
+  const int group = tile_n / g.tiles_n;
+  tile_n -= group * g.tiles_n;
+  first = group * SLICE;
+  w += MIRRORED ? first : group * g.columns;
+  out += group * g.columns;
+#endif
   run_roles<Roles<PRODUCERS / 32, PRODUCER_REGS, CONSUMER_REGS, true>>(
-      [&](int) { produce(g, x, stages, pipeline); },
+      [&](int) { produce(g, x, stages, pipeline, first); },
       [&](int) {
-        consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, blockIdx.y * TILE_N, out);
+        consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, tile_n * TILE_N, out);
       },
       pipeline);
 }

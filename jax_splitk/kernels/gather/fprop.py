@@ -2,7 +2,8 @@
 on Hopper (device code: gather/fprop.cu).
 
 As in wgrad_gather, the input of a tile of pixels lies unchanged in shared memory, and the kernel gathers windows from
-it into registers. The weights stay in shared memory while a thread block goes from tile to tile.
+it into registers. The weights stay in shared memory while a thread block goes from tile to tile. A thread block has the
+channels of one group.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jax_splitk.kernels.base.passes import forward, of_both_passes
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.split_k import OUT_CODES
-from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.device.structs import Divisor, Field, Struct
 from jax_splitk.kernels.gather.layout import SHARED_BYTES, GatherTile, Layout, Volume, fits_twice, layout_of, volume
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
@@ -32,6 +33,7 @@ TILE_N = (16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 MIN_CONSUMERS, MAX_CONSUMERS, MIN_STAGES, MAX_STAGES = 2, 4, 3, 4
 MAX_STEPS, MAX_ROWS = 128, 1024
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
+_WIDE_GROUP, _GROUPS_BY_TMA = 24, {2, 3, 4, 6, 8, 12, 16}  # groups of the families im2col and grouped
 _OTHER_REGISTERS = 34
 _ROUNDING = 12  # instructions that round a product's four elements of a lane to tf32
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
@@ -61,9 +63,23 @@ def _is_odd(p: ConvProblem) -> bool:
     return p.in_channels % (8 if isinstance(p, ConvFpropProblem) else 4) > 0 or p.out_channels % 8 > 0
 
 
+def _groups_refusal(problem: ConvProblem) -> str | None:
+    """Why groups are not served: the families grouped and im2col, or families of depthwise convolutions, serve them."""
+    p, given = forward(problem), problem.group_channels
+    if p.feature_group_count == 1:
+        return None
+    (channels, columns), halves = p.group_channels, p.dtype != "float32"
+    by_tma = halves and p.in_channels % 8 == p.out_channels % 8 == 0
+    wide = channels >= _WIDE_GROUP and channels % (16 if p.rank == 3 else 8 if halves else 4) == 0
+    if min(given) > 1 and max(given) <= MAX_CHANNELS[4] and not wide and not (by_tma and {*given} <= _GROUPS_BY_TMA):
+        return None
+    groups = f"{p.feature_group_count} groups of {channels} channels to {columns}"
+    return f"{groups}; accepted: 2 to {MAX_CHANNELS[4]} channels each that the families grouped and im2col refuse"
+
+
 def _least_stages(p: ConvProblem) -> int:
     """With many channels three stages would leave no room for the weights."""
-    return MIN_STAGES if _gradient(p).in_channels <= MAX_CHANNELS[2] else 2
+    return MIN_STAGES if _gradient(p).group_channels[0] <= MAX_CHANNELS[2] else 2
 
 
 def _volume(p: ConvProblem) -> Volume:
@@ -77,6 +93,11 @@ def _layout(v: Volume, config: Config) -> Layout:
 def _steps(v: Volume, x: Layout) -> int:
     """Products of 32 bytes, with each segment filled up to a multiple of eight elements."""
     return -(-x.segments * -(-(x.parity + x.segment) // 8) * v.item // 4)
+
+
+def _columns(v: Volume, config: Config) -> int:
+    """Columns of tiles, in all groups."""
+    return v.groups * -(-v.out_channels // config.tile_n)
 
 
 def _turn_bytes(config: Config, out_dtype: str) -> int:
@@ -123,7 +144,7 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
 
 
 class Gather(ModelledFamily[ConvProblem, Config]):
-    """Serves few or odd channels, each of the input connected to all of the output. float32 is multiplied in tf32."""
+    """Serves few or odd channels, and groups of any number. float32 is multiplied in tf32."""
 
     ABI = 1
     file = "gather/fprop.cu"
@@ -132,9 +153,12 @@ class Gather(ModelledFamily[ConvProblem, Config]):
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = _gradient(problem)
-        reason = refusals.dtypes(p, (*refusals.HALVES, "float32")) or refusals.tf32(p) or refusals.groups(p)
+        reason = refusals.dtypes(p, (*refusals.HALVES, "float32")) or refusals.tf32(p)
+        reason = reason or refusals.batch_groups(p) or _groups_refusal(problem)
         if reason is not None:
             return reason
+        if p.feature_group_count > 1:
+            return self._size_refusal(problem)
         odd = _is_odd(problem)
         if not (odd or p.dtype == "float32" or isinstance(problem, ConvFpropProblem)):
             given = f"{problem.in_channels} input and {problem.out_channels} output channels"
@@ -142,8 +166,13 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         most = MAX_ODD_CHANNELS if odd else MAX_CHANNELS[_volume(problem).item]
         if p.in_channels > most:
             return f"{p.in_channels} channels of the input; accepted: 1 to {most}"
-        if p.out_channels > 65535 * TILE_N[0]:
-            return f"{p.out_channels} channels of the output; accepted: up to {65535 * TILE_N[0]}"
+        return self._size_refusal(problem)
+
+    def _size_refusal(self, problem: ConvProblem) -> str | None:
+        p = _gradient(problem)
+        most = 65535 * TILE_N[0] // p.feature_group_count
+        if (columns := p.group_channels[1]) > most:
+            return f"{columns} channels of a group's output; accepted: up to {most}"
         reason = refusals.gathered(p, _volume(p), MAX_ROWS)
         if reason is None and next(self._variants(problem), None) is None:
             reason = f"a filter of {p.kernel_spatial}: its weights, or a tile's input, take too much shared memory"
@@ -177,7 +206,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
 
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
         """XLA is known to be slow for few channels of float32 alone."""
-        channels = _gradient(problem).in_channels
+        channels = _gradient(problem).group_channels[0]
         if problem.dtype != "float32" or channels <= MAX_CHANNELS[4]:
             return None
         return f"{channels} channels of float32, more than {MAX_CHANNELS[4]}, were not measured"
@@ -220,7 +249,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
     def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         v = _volume(problem)
         x, together = _layout(v, config), _blocks_per_sm(problem, config)
-        steps, tiles = _steps(v, x), math.prod(config.block_counts(v)) * -(-v.out_channels // config.tile_n)
+        steps, tiles = _steps(v, x), math.prod(config.block_counts(v)) * _columns(v, config)
         row_blocks = config.consumers * config.blocks
         # Rows of shared memory, and instructions, for the loads of a 64-row block's warps.
         loads = 16 * steps * (2 if v.item == 2 and not x.paired else 1)
@@ -257,6 +286,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             "STAGE_BYTES": x.stage_bytes(v, config.images),
             "GROUP": _group(config, together),
             "ODD": int(v.out_channels % 8 > 0),
+            "GROUPED": int(v.groups > 1),
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
             **field_macros(x),
@@ -265,26 +295,29 @@ class Gather(ModelledFamily[ConvProblem, Config]):
     def _args(self, problem: ConvProblem, config: Config) -> Struct:
         v = _volume(problem)
         counts = config.block_counts(v)
+        tiles_n = _columns(v, config) // v.groups
+        groups: dict[str, Field] = {"columns": v.out_channels, "tiles_n": Divisor.of(tiles_n)}
         return Struct(
             "Args",
             {
                 "batch": v.batch,
                 "in": v.size,
-                "channels": v.channels,
-                "out_channels": v.out_channels,
+                "channels": v.channels * v.groups,
+                "out_channels": v.out_channels * v.groups,
                 "out": tuple(map(Divisor.of, v.out)),
                 "stride": v.stride,
                 "pad": v.pad,
                 "tiles_h": Divisor.of(counts[2]),
                 "tiles_w": Divisor.of(counts[3]),
                 "tiles": math.prod(counts),  # of pixels
+                **(groups if v.groups > 1 else {}),
             },
         )
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         """As many thread blocks as run on the machine at once; each goes from tile to tile."""
         tiles = math.prod(config.block_counts(_volume(problem)))
-        tiles_n = -(-_volume(problem).out_channels // config.tile_n)
+        tiles_n = _columns(_volume(problem), config)
         resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)
         grid = (min(tiles, max(1, resident // tiles_n)), tiles_n, 1)
         params = (Pointer(0), Pointer(1), self._args(problem, config), Pointer(2))

@@ -65,8 +65,9 @@ class GatherTile:
 class Volume(Geometry):
     """A problem with three spatial dimensions."""
 
-    channels: int
+    channels: int  # of a group, as are the output channels
     out_channels: int
+    groups: int
     item: int  # bytes of an element
     parts: int  # bf16 numbers that hold one of the inputs'
 
@@ -102,7 +103,9 @@ def volume(p: ConvWgradProblem) -> Volume:
         g = dataclasses.replace(g, batch=1, size=pixels, out=pixels)
     item = jnp.dtype(p.dtype).itemsize
     parts = 1 if p.dtype != "float32" else 3 if "highest" in p.precision else 2
-    return Volume(**vars(g), channels=p.in_channels, out_channels=p.out_channels, item=item, parts=parts)
+    channels, out_channels = p.group_channels
+    groups = p.feature_group_count
+    return Volume(**vars(g), channels=channels, out_channels=out_channels, groups=groups, item=item, parts=parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +191,7 @@ def _chosen(v: Volume, tile: Tile, channels: int) -> tuple[int, Layout]:
     _, dilation_h, dilation_w = v.dilation
     grid_h, rows = lattice(tile_p, stride_h, kernel_h, dilation_h)
     grid_w, columns = lattice(tile_q, stride_w, kernel_w, dilation_w)
-    few = channels == v.channels and (channels < 16 or channels * v.item % 4 != 0)
+    few = v.groups == 1 and channels == v.channels and (channels < 16 or channels * v.item % 4 != 0)
     dense = few and grid_w == 1 and v.lhs_dilation[2] == 1
     runs = dense and (dilation_w == 1 or kernel_w == 1)
     # Copies of whole rows begin at the first pixel of each tile and at an image's edges.

@@ -290,6 +290,9 @@ def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
     steps = ("stride", 5), ("lhs_dilation", 3), ("rhs_dilation", 4)
     more = geometry(rng, (300, 40, 12), (17, 9, 5), *steps)
     more |= dtypes(rng, "bfloat16", "float16", "float32")
+    if rng.random() < 0.3:
+        groups, each = int(rng.integers(2, 6)), rng.choice([3, 5, 7, 9, 10, 13, 16, 20, 22], 2)
+        return conv_of(kind, channels=(groups * int(each[0]), groups * int(each[1])), groups=groups, **more)
     if rng.random() < 0.5 and kind is ConvFpropProblem:
         return conv_of(kind, channels=(int(rng.integers(1, 17)), 8 * int(rng.integers(1, 40))), **more)
     return conv_of(kind, channels=(int(rng.integers(1, 70)), int(rng.integers(1, 70))), **more)
@@ -298,7 +301,7 @@ def _draw_gather(rng: Rng, kind: type[Any]) -> Any:
 def _gather_sibling(rng: Rng, p: ConvProblem, config: gather.Config) -> tuple[ConvProblem, gather.Config]:
     """Another problem; the number of output channels may differ, too."""
     p = dataclasses.replace(p, batch=int(rng.integers(1, 40)))
-    if isinstance(p, ConvFpropProblem) and p.out_channels % 8 == 0:
+    if isinstance(p, ConvFpropProblem) and p.out_channels % 8 == 0 and p.feature_group_count == 1:
         p = dataclasses.replace(p, out_channels=8 * int(rng.integers(1, 40)))
     return p, config
 
@@ -333,6 +336,9 @@ GATHER = Tried(
             ((28, 28), (3, 3), (3, 5), {"padding": 1, **HALF}),
             ((28, 28), (3, 3), (37, 5), {"padding": 1, **FLOAT}),
             ((32, 32), (3, 3), (16, 32), {"padding": 1, **FLOAT}),
+            ((28, 28), (3, 3), (80, 80), {"padding": 1, "groups": 8, **BF16}),
+            ((28, 28), (3, 3), (80, 80), {"padding": 1, "groups": 4, **BF16}),
+            ((28, 28), (3, 3), (64, 64), {"padding": 1, "groups": 8, **FLOAT}),
         )
     ],
     measured=[conv_of(ConvFpropProblem, (224, 224), (7, 7), (3, 64), batch=64, stride=2, padding=3, **BF16)],
@@ -342,7 +348,11 @@ GATHER = Tried(
         ({"dtype": "float32", "precision": "highest"}, "precision 'highest'; accepted: 'default', 'high'"),
         ({"dtype": "float32", "in_channels": 68, "out_channels": 68}, "68 channels of the input; accepted: 1 to 64"),
         ({"out_dtype": "float64"}, "preferred_element_type float64; accepted"),
-        ({"feature_group_count": 3}, "feature_group_count 3, batch_group_count 1; accepted: 1"),
+        ({"batch_group_count": 2}, "batch_group_count 2; accepted: 1"),
+        ({"feature_group_count": 3, "out_channels": 66}, "3 groups of (1|22) channels to (22|1); accepted: 2 to 64"),
+        ({"feature_group_count": 4, "in_channels": 32}, "4 groups of (8|16) channels to (16|8); accepted: 2 to 64"),
+        ({"feature_group_count": 2, "in_channels": 80, "out_channels": 80, "dtype": "float32"},
+         "2 groups of 40 channels to 40; accepted: 2 to 64 channels each that the families grouped and im2col refuse"),
         ({"in_channels": 24, "out_channels": 24},
          "24 (channels of the input; accepted: 1 to 16|output channels; accepted: numbers that TMA cannot load)"),
         ({"in_channels": 257, "out_channels": 257}, "257 channels of the input; accepted: 1 to 256"),
