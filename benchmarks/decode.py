@@ -246,9 +246,10 @@ def measured(options: argparse.Namespace, rows: int, stored: dict[tuple[str, boo
     rounds = 3 if options.quick else 7
     wall = timing.compare(functions, [(x,)], rounds, wall=True)
     busy = timing.compare(functions, [(x,)], 1, calls=1) if report.on_gpu() else wall
+    copied = report.copy_rate(jax.devices()[0].device_kind) or report.COPY_BYTES["H200"]
     reference = results.get("bf16", next(iter(results.values())))
     for label in functions:
-        floor = cases[label]["weight_bytes"] / report.H200_BYTES * 1e6
+        floor = cases[label]["weight_bytes"] / copied * 1e6
         us = wall[label].us / tokens
         cases[label] |= {
             "us": us,

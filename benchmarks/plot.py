@@ -11,6 +11,7 @@ python -m benchmarks.plot RESULTS.json [MORE.json ...] OUT.svg [--rows 8]
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from benchmarks import grouped_chart, timeline
 from benchmarks.headline import crossing, curves, groups_table, headline, quantized_headline, ratio
 from benchmarks.quantized_cases import FASTEST
-from benchmarks.report import H200_BYTES, H200_FLOPS
+from benchmarks.report import PRODUCT_FLOPS, copy_rate
 from benchmarks.timeline import TEXT_POINTS, WIDTH_INCHES
 
 _T = TypeVar("_T")
@@ -110,11 +111,11 @@ def shares(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """(ours, XLA's) floor time over measured time by label, in the order of `by_gain`.
 
     Raises:
-      ValueError: no case has a floor (the report is not of an H200).
+      ValueError: no case has a floor (the report is of another device than an H200 or H100).
     """
     results = [r for r in by_gain(report) if r["floor_us"] is not None]
     if not results:
-        raise ValueError("no result has floor_us; accepted: reports of an H200")
+        raise ValueError("no result has floor_us; accepted: reports of an H200 or H100")
     return {label(r["case"]): tuple(r["floor_us"] / r[who]["us"] for who in ("ours", "xla")) for r in results}
 
 
@@ -160,7 +161,8 @@ def chart(report: dict[str, Any], most: int | None = None) -> Figure:
         axes.barh(places, [found[name][index] for name in shown], height=0.2, color=color, label=name)
     axes.set_xlim(0, max(1.04, *(max(found[name]) + 0.02 for name in shown)))
     axes.set_xticks([i / 5 for i in range(6)], [f"{20 * i}%" for i in range(6)])
-    rates = f"bfloat16 products\n{H200_FLOPS / 1e12:.0f} TFLOP/s, copies {H200_BYTES / 1e12:.1f} TB/s"
+    copied = copy_rate(kind) or math.nan
+    rates = f"bfloat16 products\n{PRODUCT_FLOPS / 1e12:.0f} TFLOP/s, copies {copied / 1e12:.1f} TB/s"
     some = "" if len(shown) == len(found) else f"{len(shown)} of {len(found)} "
     axes.set_xlabel(
         f"share of the highest rates reached: {rates}\n{some}rows: {notation}{dtypes}", fontsize=TEXT_POINTS

@@ -26,7 +26,7 @@ from benchmarks import report, timing
 from benchmarks.measured import Measured
 from benchmarks.quantized_cases import QUICK_ROWS, Case, crossover, select
 from benchmarks.quantized_products import Arrays, Product
-from benchmarks.report import H200_BYTES, on_gpu, percent, rate, say
+from benchmarks.report import copy_rate, on_gpu, percent, rate, say
 from jax_splitk import kernels
 from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.quantized_matmul import X_DTYPES
@@ -85,7 +85,8 @@ class Result(Measured):
 
     @property
     def share_of_bandwidth(self) -> float | None:
-        return None if self.floor_us is None else self.gbytes * 1e9 / H200_BYTES
+        copied = copy_rate(jax.devices()[0].device_kind)
+        return None if copied is None else self.gbytes * 1e9 / copied
 
 
 @dataclasses.dataclass
@@ -272,7 +273,7 @@ def table(results: Sequence[Result]) -> str:
     others = [name for name in TITLES if any(name in result.times for result in results)]
     header = ["case", "implementation", "ours us", *(f"{TITLES[name]} us" for name in others)]
     header += [f"{TITLES[name]}/ours" for name in others]
-    header += ["TFLOP/s", "GB/s", "of 4.3 TB/s", "of floor", "workspace MiB", "error", "config"]
+    header += ["TFLOP/s", "GB/s", "of a copy", "of floor", "workspace MiB", "error", "config"]
     rows = [header]
     for r in results:
         rows.append(

@@ -34,21 +34,27 @@ except ImportError:  # pragma: no cover
 
 _T = TypeVar("_T")
 
-# One NVIDIA H200, measured: bf16 matrix product on random data, and device-to-device copy.
-H200_FLOPS = 790e12
-H200_BYTES = 4.3e12
+# Measured: operations a second of bf16 matrix products on random data, and bytes a second of device-to-device copies.
+PRODUCT_FLOPS = 790e12
+COPY_BYTES = {"H200": 4.3e12, "H100": 3.0e12}
 
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def copy_rate(device_kind: str) -> float | None:
+    """Bytes a second of copies on a device; None if it is neither an H200 nor an H100."""
+    return next((rate for name, rate in COPY_BYTES.items() if name in device_kind), None)
+
+
 def floor_us(problem: Problem) -> float | None:
-    """Microseconds of a problem on an H200 at the rates of large products and copies; None on other devices."""
-    if "H200" not in jax.devices()[0].device_kind:
+    """Microseconds of a problem at the rates of large products and copies on this device; None if they are unknown."""
+    copied = copy_rate(jax.devices()[0].device_kind)
+    if copied is None:
         return None
-    flops = H200_FLOPS * (2 if getattr(problem, "x_dtype", "") == E4M3 else 1)
-    return max(problem.flops / flops, problem.bytes_moved / H200_BYTES) * 1e6
+    flops = PRODUCT_FLOPS * (2 if getattr(problem, "x_dtype", "") == E4M3 else 1)
+    return max(problem.flops / flops, problem.bytes_moved / copied) * 1e6
 
 
 def tuning_entry(problem: Problem) -> Entry | None:
