@@ -76,6 +76,13 @@ class _Tiles(tiled.Tiled):
     def fixed_bytes(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> int:
         return super().fixed_bytes(problem, config) + self.table_bytes
 
+    def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> int:
+        """3 of the smallest tiles, too: a few experts have few tiles, of which most then run at a time."""
+        smallest = config.warpgroups == 1 and config.tile_n == tiled.TILES_N[0]
+        if smallest and config.stages <= self.max_stages(problem, config, 3):
+            return 3
+        return super().blocks_per_sm(problem, config)
+
 
 @functools.cache
 def _tiles(room: int) -> _Tiles:
@@ -191,7 +198,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
         for tile_m, tile_n in itertools.product(tiled.TILES_M, self._widths(problem)):
             if tile_m // 2 >= problem.n and tile_m > WARPGROUP_M:
                 continue  # half of it is padding
-            for k_warpgroups, together in itertools.product((1, 2), (2, 1)):
+            for k_warpgroups, together in itertools.product((1, 2), (3, 2, 1)):
                 tile = family.deepest(product, tiles.Config(tile_m, tile_n, 0, 0, k_warpgroups=k_warpgroups), together)
                 enough = tile.stages >= tiles.MIN_STAGES[k_warpgroups]
                 if enough and family.blocks_per_sm(product, tile) == together:

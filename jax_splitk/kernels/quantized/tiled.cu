@@ -352,7 +352,7 @@ struct Loop {
   static constexpr bool CROWDED = WARPGROUPS == 2 && CTAS_PER_SM == 2;
   static constexpr int FEW = EXPERTS ? 40 : 24;  // a producer that finds the groups' tiles has more to do
   static constexpr int PRODUCER_REGS = WARPGROUPS == 4 ? 64 : CROWDED ? 48 : CTAS_PER_SM == 2 ? 56 : FEW;
-  static constexpr int MANY = EXPERTS ? 232 : 240;
+  static constexpr int MANY = CTAS_PER_SM == 3 ? 120 : EXPERTS ? 232 : 240;
   static constexpr int CONSUMER_REGS = WARPGROUPS == 4 ? 104 : CROWDED ? 96 : CTAS_PER_SM == 2 ? 192 : MANY;
   const Weight weight;
   // Sums of x over PERIOD k: [k blocks * SUM_ROWS][tiles_n * TILE_N], or rows of x with EXPERTS. With
