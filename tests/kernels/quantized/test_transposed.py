@@ -208,8 +208,9 @@ def config_for(case: Case, tile_m: int = 64, tile_n: int = 16) -> Config:
 
 
 DECODED = [
-    Case(40, 384, 40, qtype, group, zero, scale_dtype, **types, transposed=True)
-    for (qtype, zero), (group, scale_dtype), types in itertools.product(formats.CASES, formats.GROUPS, ({}, HALF))
+    Case(40, 384, 40, qtype, group, zero, scale_dtype, **({}, HALF)[(i + j) % 2], transposed=True)
+    for i, (qtype, zero) in enumerate(formats.CASES)
+    for j, (group, scale_dtype) in enumerate(formats.GROUPS)  # each with both dtypes of x
 ]
 DECODED += [
     Case(40, 384, 40, qtype, 16, None, scale_dtype, **types, channel=channel, transposed=True)
