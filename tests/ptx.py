@@ -37,7 +37,7 @@ def compile_source(source: Source) -> tuple[Compiled, str]:
     """The machine code and the PTX of the source, from one compilation in this process."""
     nvrtc = _KeepsPtx(toolchain.find_nvrtc().library)
     includes = [f"--include-path={folder}" for folder in toolchain.include_folders()]
-    image, log = nvrtc.compile(source.text(), source.file, [*source.options(), *includes])
+    image, log = nvrtc.compile(source.text(with_lines=True), source.file, [*source.options(), *includes])
     assert image is not None, log
     return Compiled(image, log), nvrtc.ptx
 
