@@ -395,8 +395,8 @@ def pools() -> dict[str, dict[compiler.Source, Run]]:
 
 @functools.cache
 def samples(file: str) -> list[Run]:
-    """A few samples of the pool that have all families, pairs and values. Each next sample is the one that adds the most; samples
-    that add nothing are dropped."""
+    """A few samples of the pool that have all families, pairs and values. Each next sample is the one that adds the
+    most; samples that add nothing are dropped."""
     code, traits = CODE[file], {}
     for source, sample in pools()[file].items():
         macros = dict(source.defines)
