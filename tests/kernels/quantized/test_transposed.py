@@ -218,6 +218,7 @@ DECODED += [
         (("float4_e2m1fn", E4M3), ("float4_e2m1fn", formats.E8M0), ("int4", "bfloat16")), (True, False), ({}, HALF)
     )
 ]
+DECODED = list(dict.fromkeys(DECODED))
 FEW = DECODED[::7]
 
 
