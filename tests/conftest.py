@@ -2,6 +2,7 @@
 
 import atexit
 import fcntl
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -18,7 +19,7 @@ if "JAX_SPLITK_CACHE_DIR" not in os.environ:
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if not pathlib.Path("/dev/nvidiactl").exists():
     # Half of a run was XLA:CPU's compilation, and its code need not be fast. jaxlib 0.12 lacks the second flag.
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
     items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays, so the garbage collector need not look at it during the tests."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

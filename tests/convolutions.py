@@ -1,6 +1,7 @@
 """Convolutions of every geometry that lax has, through lax and through jax_splitk."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax import lax
 from jax import numpy as jnp
 
 import jax_splitk
+from tests.problems import on_device
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -49,7 +51,7 @@ class Conv:
     def rhs_shape(self) -> tuple[int, ...]:
         return self._arranged(1, self.channels[1], self.channels[0] // self.groups, self.kernel)
 
-    @property
+    @functools.cached_property
     def g_shape(self) -> tuple[int, ...]:
         shapes = (jax.ShapeDtypeStruct(shape, np.float32) for shape in (self.lhs_shape, self.rhs_shape))
         return jax.eval_shape(self.lax, *shapes).shape
@@ -81,12 +83,12 @@ class Conv:
     def integers(self, rng: np.random.Generator, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
         """lhs, rhs and g, small enough that every sum is exact."""
         shapes = (self.lhs_shape, self.rhs_shape, self.g_shape)
-        lhs, rhs, g = (jnp.asarray(rng.integers(-2, 3, shape), dtype) for shape in shapes)
+        lhs, rhs, g = (on_device(rng.integers(-2, 3, shape), dtype) for shape in shapes)
         return lhs, rhs, g
 
     def normals(self, rng: np.random.Generator, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
         shapes = (self.lhs_shape, self.rhs_shape, self.g_shape)
-        lhs, rhs, g = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+        lhs, rhs, g = (on_device(rng.standard_normal(shape), dtype) for shape in shapes)
         return lhs, rhs, g
 
 

@@ -10,14 +10,20 @@ import numpy as np
 from jax import numpy as jnp
 
 from jax_splitk.quantized import QuantizedArray
+from tests.problems import on_device
 
 BITS = {"int4": 4, "uint4": 4, "int8": 8, "float8_e4m3fn": 8, "float4_e2m1fn": 4, "nf4": 4}
 INTEGERS = ("int4", "uint4", "int8")
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 E8M0 = "float8_e8m0fnu"
 SCALE_DTYPES = (*FLOAT_DTYPES, E8M0, "float8_e4m3fn")
-# XLA:CPU without these emitters (tests/conftest.py) rounds to float4_e2m1fn twice.
-ROUNDED_ONCE = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+
+
+def rounded_once(name: str) -> dict[str, bool]:
+    """Options of a compilation: XLA:CPU without these emitters (tests/conftest.py) rounds to float4_e2m1fn twice."""
+    return {"xla_cpu_use_fusion_emitters": True} if name == "float4_e2m1fn" and jax.__version_info__ < (0, 11) else {}
+
+
 # Zero points as dtype names; None for none, "own" for the elements' dtype.
 CASES = [
     (name, zero)
@@ -70,8 +76,8 @@ def storage(name: str) -> np.dtype:
 def elements(name: str, patterns: np.ndarray) -> jax.Array:
     """Bit patterns as elements of a format."""
     if name.startswith("float"):
-        return jnp.asarray(patterns.astype(np.uint8).view(storage(name)))
-    return jnp.asarray(table("uint4" if name == "nf4" else name)[patterns].astype(np.int32), storage(name))
+        return jax.device_put(patterns.astype(np.uint8).view(storage(name)))
+    return on_device(table("uint4" if name == "nf4" else name)[patterns].astype(np.int32), storage(name))
 
 
 def every_code(
@@ -93,17 +99,17 @@ def every_code(
     patterns = rng.permutation(np.resize(finite, k * features)).reshape(k, features)
     shape = (k // group, features)
     sign = rng.choice([-1, 1], shape)
-    scale = jnp.asarray((rng.uniform(0.25, 4, shape) * (1 if scale_dtype == E8M0 else sign)).astype(scale_dtype))
-    channel_scale = jnp.asarray(rng.choice([0.5, 1, 4], (1, features)), jnp.float32) if channel else None
+    scale = on_device(rng.uniform(0.25, 4, shape) * (1 if scale_dtype == E8M0 else sign), scale_dtype)
+    channel_scale = on_device(rng.choice([0.5, 1, 4], (1, features)), "float32") if channel else None
     value, zero_point = table(name, rounded)[patterns], None
     if zero == "own":
         zero_point = elements(name, rng.integers(0, 2 ** BITS[name], shape))
     elif zero is not None:
-        zero_point = jnp.asarray(rng.uniform(-8, 8, shape), zero)
+        zero_point = on_device(rng.uniform(-8, 8, shape), zero)
     q = QuantizedArray(elements(name, patterns), scale, zero_point, name, channel_scale)
     if zero_point is not None:
         # One rounding to float32, as the definition has it.
-        difference = value - np.repeat(np.asarray(zero_point.astype(jnp.float32), np.float64), group, axis=0)
+        difference = value - np.repeat(np.asarray(zero_point).astype(np.float64), group, axis=0)
         value = difference.astype(np.float32).astype(np.float64)
-    value = value * np.repeat(np.asarray(scale.astype(jnp.float32), np.float64), group, axis=0)
+    value = value * np.repeat(np.asarray(scale).astype(np.float64), group, axis=0)
     return q, value if channel_scale is None else value * np.asarray(channel_scale, np.float64)

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax import numpy as jnp
 
 from benchmarks.cases import Case
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem, Pairs, conv_output_spatial
@@ -19,6 +21,16 @@ SEED = int(os.environ.get("JAX_SPLITK_TEST_SEED", "0"))
 def generator(salt: int) -> np.random.Generator:
     """A random generator that differs for each salt and each run of the tests."""
     return np.random.default_rng([SEED, salt])
+
+
+def on_device(values: Any, dtype: Any) -> jax.Array:
+    """The values in the dtype, rounded on the host: `jnp.asarray` compiles a program for each shape."""
+    return jax.device_put(np.asarray(values).astype(jnp.dtype(dtype)))
+
+
+def together(functions: Iterable[Callable[..., Any]], *operands: Any) -> list[Any]:
+    """The functions' results, from one program, in which XLA compiles once what they have in common."""
+    return jax.jit(lambda *operands: [function(*operands) for function in functions])(*operands)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray
 from tests import dots, formats
-from tests.problems import SEED
+from tests.problems import SEED, on_device
 
 E4M3 = "float8_e4m3fn"
 HALF: dict[str, Any] = {"x_dtype": "float16", "out_dtype": "float16"}
@@ -83,7 +83,7 @@ class Case:
 
 def operands(packed: PackedWeight, x: Any, x_dtype: str) -> tuple[jax.Array, ...]:
     more = [leaf for leaf in (packed.zero_point, packed.channel_scale) if leaf is not None]
-    return (jnp.asarray(x, x_dtype), packed.words, packed.scale, *more)
+    return (on_device(x, x_dtype), packed.words, packed.scale, *more)
 
 
 GATED: dict[str, Any] = {
@@ -155,14 +155,14 @@ def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[Quant
     value, zero_point = table[patterns], None
     if case.zero is not None:
         zero = rng.integers(0, 8, shape)
-        zero_point = jnp.asarray(zero, formats.storage(case.qtype) if case.zero == "own" else case.zero)
+        zero_point = on_device(zero, formats.storage(case.qtype) if case.zero == "own" else case.zero)
         value = value - np.repeat(zero, case.group_size, axis=0)
     q = QuantizedArray(
         formats.elements(case.qtype, patterns),
-        jnp.asarray(scale.astype(case.scale_dtype)),
+        on_device(scale, case.scale_dtype),
         zero_point,
         case.qtype,
-        None if channel is None else jnp.asarray(channel, jnp.float32),
+        None if channel is None else on_device(channel, jnp.float32),
     )
     value = value * np.repeat(scale, case.group_size, axis=0)
     return q, value if channel is None else value * channel
@@ -171,15 +171,15 @@ def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[Quant
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
     """Rounds to float32 first, and then to `dtype`, as results are defined."""
     with np.errstate(over="ignore"):
-        return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
+        return exact.astype(np.float32).astype(jnp.dtype(dtype))
 
 
 def elements(q: QuantizedArray, rounded: str = "float32") -> np.ndarray:
     """The values of a weight's elements, without scales and zero points, in float64. `rounded` as in
     `formats.table`."""
     if q.qtype == "nf4":
-        return formats.table("nf4", rounded)[np.asarray(q.qvalue.astype(jnp.int32))]
-    return np.asarray(q.qvalue.astype(jnp.float32), np.float64)
+        return formats.table("nf4", rounded)[np.asarray(q.qvalue).astype(int)]
+    return np.asarray(q.qvalue).astype(np.float64)
 
 
 def as_float32_product(case: Case, x: jax.Array, weight: np.ndarray) -> jax.Array:

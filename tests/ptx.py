@@ -1,12 +1,15 @@
-"""Reads a kernel's PTX, before ptxas makes machine code of it: finds registers that a loop reads before they have a
-value."""
+"""Compiles a kernel, and reads its PTX, of which ptxas makes the machine code: finds registers that a loop reads before
+they have a value. ptxas may share such a register with another variable, which gives wrong results that neither the
+emulator nor the PTX shows."""
 
+import ctypes
 import re
 from collections.abc import Iterator
 
 from jax_splitk.runtime import toolchain
+from jax_splitk.runtime.compiler import Compiled
 from jax_splitk.runtime.nvrtc import Nvrtc
-from jax_splitk.runtime.source import ARCH, Source
+from jax_splitk.runtime.source import Source
 
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _KERNEL = re.compile(r"\.entry (\w+)\(.*?\n\{(.*?)\n\}", re.DOTALL)
@@ -21,19 +24,22 @@ _WRITE_NOTHING = (
 )
 
 
-class _ToPtx(Nvrtc):
-    def _read(self, program: object, what: str) -> bytes:
-        return super()._read(program, "PTX" if what == "CUBIN" else what)  # pyright: ignore[reportArgumentType]
+class _KeepsPtx(Nvrtc):
+    ptx = ""
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+        if what == "CUBIN":
+            self.ptx = super()._read(program, "PTX").rstrip(b"\0").decode()
+        return super()._read(program, what)
 
 
-def of(source: Source) -> str:
-    """The PTX of the source."""
-    virtual = (option.replace(ARCH, ARCH.replace("sm", "compute")) for option in source.options())
+def compile_source(source: Source) -> tuple[Compiled, str]:
+    """The machine code and the PTX of the source, from one compilation in this process."""
+    nvrtc = _KeepsPtx(toolchain.find_nvrtc().library)
     includes = [f"--include-path={folder}" for folder in toolchain.include_folders()]
-    options = [*(option for option in virtual if "ptxas" not in option), *includes]
-    text, log = _ToPtx(toolchain.find_nvrtc().library).compile(source.text(), source.file, options)
-    assert text is not None, log
-    return text.rstrip(b"\0").decode()
+    image, log = nvrtc.compile(source.text(with_lines=True), source.file, [*source.options(), *includes])
+    assert image is not None, log
+    return Compiled(image, log), nvrtc.ptx
 
 
 class _Block:

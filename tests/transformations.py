@@ -284,8 +284,8 @@ def assert_alike(operation: Operation, cases: Sequence[Sequence[Step]]) -> None:
                 raise
         return found
 
-    # One program for all cases: XLA's compilation is most of the time.
-    ours, theirs = (jax.jit(lambda f=f: results(f))() for f in (operation.ours, operation.theirs))
+    # One program for all cases of both: XLA's compilation is most of the time.
+    ours, theirs = jax.jit(lambda: [results(f) for f in (operation.ours, operation.theirs)])()
     for case, one, other in zip(cases, ours, theirs, strict=True):
         if operation.exact:
             np.testing.assert_array_equal(one, other, err_msg=_named(case))

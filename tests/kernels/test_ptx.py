@@ -1,15 +1,7 @@
-"""No kernel's loop reads a register before it has a value. ptxas may share such a register with another variable, which
-gives wrong results that neither the emulator nor the PTX shows."""
+"""Registers that a loop reads before they have a value are found. tests/kernels/test_machine_code.py looks for them in
+every kernel."""
 
-import collections
-from typing import Any
-
-import pytest
-
-from jax_splitk.runtime import toolchain
-from jax_splitk.runtime.source import Source
 from tests import ptx
-from tests.every_kernel import RUNS
 
 WINDOW = """
 .visible .entry first(
@@ -46,20 +38,3 @@ def test_what_a_loop_carries_without_a_value_is_seen() -> None:
     }
     for begin in ("mov.f32 \t%f1, 0f00000000;", "ld.global.v2.f32 {%f1, %f2}, [%rd1];", "@%p1 mov.f32 %f1, %f3;"):
         assert ptx.carried_without_value(WINDOW.replace("BEGIN", begin)) == {}
-
-
-def sources() -> list[Any]:
-    """One source of every family; further ones for `make test-all`."""
-    found: dict[str, dict[Source, None]] = collections.defaultdict(dict)
-    for run in RUNS:
-        found[run.family.name][run.plan.source] = None
-    first = [pytest.param([*of][:1], id=family) for family, of in found.items()]
-    others = [pytest.param([*of][1:], id=family, marks=pytest.mark.exhaustive) for family, of in found.items()]
-    return [*first, *others]
-
-
-@pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("of", sources())
-def test_no_loop_reads_what_has_no_value(of: list[Source]) -> None:
-    for source in of:
-        assert ptx.carried_without_value(ptx.of(source)) == {}, source.defines

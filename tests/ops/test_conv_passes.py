@@ -30,7 +30,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from tests.convolutions import GEOMETRIES, PLAIN, Conv
 from tests.exhaustive import thinned
-from tests.problems import generator
+from tests.problems import generator, together
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -143,10 +143,11 @@ def test_passes_are_laxs_on_integers(name: str) -> None:
     arrays = conv.integers(generator(4))
     for each in PASSES:
         operands = each.of(arrays)
-        for implementation in ("host", "xla"):
-            run = jax.jit(each.ours(conv, implementation=implementation))
-            assert (each.target in run.lower(*operands).as_text()) == (implementation == "host")
-            assert_same(run(*operands), each.lax(conv)(*operands))
+        ours = [each.ours(conv, implementation=implementation) for implementation in ("host", "xla")]
+        assert [each.target in jax.jit(run).lower(*operands).as_text() for run in ours] == [True, False]
+        *found, expected = together((*ours, each.lax(conv)), *operands)
+        for one in found:
+            assert_same(one, expected)
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -161,11 +162,12 @@ def test_dtypes_are_exact_on_integers(dtype: str, out_dtype: str, implementation
         if (each.ours, dtype) == (fprop, "float32") and out_dtype != dtype:
             continue  # to which lax does not narrow
         operands = each.of(arrays)
-        out = each.ours(conv, preferred_element_type=out_dtype, implementation=implementation)(*operands)
-        wide = each.lax(conv)(*(x.astype("float32") for x in operands))
+        ours = each.ours(conv, preferred_element_type=out_dtype, implementation=implementation)
+        laxs = lambda *operands, f=each.lax(conv): f(*(x.astype("float32") for x in operands))  # noqa: B008, E731
+        out, wide = together((ours, laxs), *operands)
         assert out.dtype == out_dtype
         # bfloat16 holds integers up to 256 exactly.
-        np.testing.assert_array_equal(out, wide.astype(out_dtype))
+        np.testing.assert_array_equal(out, np.asarray(wide).astype(out.dtype))
         assert each.ours(conv)(*operands).dtype == dtype
 
 
@@ -244,7 +246,7 @@ def test_own_derivatives_are_laxs(name: str) -> None:
 
     for each in PASSES:
         functions = each.ours(conv, implementation="host"), each.lax(conv)
-        assert_same(*(jax.jit(functools.partial(everything, f))(*each.of(arrays)) for f in functions))
+        assert_same(*together([functools.partial(everything, f) for f in functions], *each.of(arrays)))
 
 
 AXES = ((0, None), (None, 0), (0, 0), (1, 3), (-1, None), (None, 2))
@@ -258,14 +260,14 @@ def test_vmap_is_one_pass(name: str, axes: tuple[int | None, int | None]) -> Non
     draws = [conv.integers(generator(salt)) for salt in range(3)]
     for each in PASSES:
         operands = [
-            draws[0][i] if axis is None else jnp.stack([draw[i] for draw in draws], axis)
+            draws[0][i] if axis is None else np.stack([draw[i] for draw in draws], axis)
             for i, axis in zip(each.which, axes, strict=True)
         ]
         ours = jax.vmap(each.ours(conv), axes, 1)
         names = [eqn.primitive.name for eqn in trace.equations(jax.make_jaxpr(ours)(*operands).jaxpr)]
         assert sum(name.startswith("conv_") for name in names) == 1
         assert not {"scan", "while"} & set(names)
-        assert_same(jax.jit(ours)(*operands), jax.vmap(each.lax(conv), axes, 1)(*operands))
+        assert_same(*together((ours, jax.vmap(each.lax(conv), axes, 1)), *operands))
 
 
 def test_a_config_is_for_the_pass_that_the_caller_sees() -> None:

@@ -23,7 +23,7 @@ from jax_splitk.ops import trace
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests.convolutions import GEOMETRIES, PLAIN, Conv
 from tests.exhaustive import thinned
-from tests.problems import generator
+from tests.problems import generator, on_device, together
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -34,7 +34,7 @@ SIZE = 3
 
 def integers(*shapes: tuple[int, ...], seed: int = 1) -> list[jax.Array]:
     rng = generator(seed)
-    return [jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes]
+    return [on_device(rng.integers(-2, 3, shape), "float32") for shape in shapes]
 
 
 def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def test_gradient_of_a_vmapped_convolution_is_one_weight_gradient(name: str, map
     found = list(equations(ours, lhs, rhs))
     assert [eqn.primitive.name for eqn in found].count("conv_wgrad") == 1
     assert not {eqn.primitive.name for eqn in found} & {"scan", "while"}
-    assert_same(jax.jit(ours)(lhs, rhs), jax.jit(theirs)(lhs, rhs))
+    assert_same(*together((ours, theirs), lhs, rhs))
 
 
 IMAGES, CHANNELS = 32, (32, 48)
@@ -100,7 +100,7 @@ def test_a_model_of_one_example_has_the_batchs_problem(model: Callable[..., jax.
     # Nothing is as large as a weight gradient for each image.
     limit = IMAGES * math.prod(LAYER.rhs_shape)
     assert all(math.prod(out.aval.shape) < limit / 4 for eqn in equations(gradient, lhs, rhs) for out in eqn.outvars)
-    assert_same(jax.jit(gradient)(lhs, rhs), jax.grad(squared(LAYER.lax), 1)(lhs, rhs))
+    assert_same(*together((gradient, jax.grad(squared(LAYER.lax), 1)), lhs, rhs))
 
 
 def test_gradients_of_each_example_are_groups() -> None:
@@ -109,7 +109,7 @@ def test_gradients_of_each_example_are_groups() -> None:
     ours, theirs = (jax.vmap(jax.grad(squared(f), 1), (0, None)) for f in (conv.ours, conv.lax))
     (decision,) = jax_splitk.explain(ours, lhs, rhs).decisions
     assert (decision.problem.batch, decision.problem.feature_group_count) == (1, SIZE)
-    assert_same(jax.jit(ours)(lhs, rhs), theirs(lhs, rhs))
+    assert_same(*together((ours, theirs), lhs, rhs))
 
 
 def test_an_ensemble_of_models_with_a_batch_of_images() -> None:
@@ -121,7 +121,7 @@ def test_an_ensemble_of_models_with_a_batch_of_images() -> None:
     (decision,) = jax_splitk.explain(ours, rhs).decisions
     assert (decision.count, decision.problem.batch) == (1, PLAIN.batch)
     assert decision.problem.out_channels == SIZE * PLAIN.channels[1]
-    assert_same(jax.jit(ours)(rhs), theirs(rhs))
+    assert_same(*together((ours, theirs), rhs))
 
 
 def test_a_config_is_for_the_one_weight_gradient() -> None:
@@ -151,7 +151,7 @@ def test_forward_mode_and_transposes_are_laxs(name: str) -> None:
             jax.linear_transpose(lambda w: f(lhs, w), rhs)(g),
         )
 
-    assert_same(jax.jit(lambda: all_of(conv.ours))(), jax.jit(lambda: all_of(conv.lax))())
+    assert_same(*together([functools.partial(all_of, f) for f in (conv.ours, conv.lax)]))
 
 
 def test_the_transpose_in_the_weight_is_ours() -> None:
@@ -168,10 +168,10 @@ def test_weight_gradients_of_higher_orders_are_ours() -> None:
     assert sum(counts) == 2
     hessian = [jax.jit(jax.grad(penalty(f)))(rhs) for f in (conv.ours, conv.lax)]
     np.testing.assert_allclose(hessian[0], hessian[1], rtol=1e-5)
-    along = [jax.jvp(jax.grad(squared(f), 1), (lhs, rhs), (lhs, rhs))[1] for f in (conv.ours, conv.lax)]
-    np.testing.assert_array_equal(*along)
-    again = [jax.grad(lambda w, f=f: jax.jvp(squared(f), (lhs, w), (lhs, w))[1])(rhs) for f in (conv.ours, conv.lax)]
-    np.testing.assert_array_equal(*again)
+    along = [lambda f=f: jax.jvp(jax.grad(squared(f), 1), (lhs, rhs), (lhs, rhs))[1] for f in (conv.ours, conv.lax)]
+    np.testing.assert_array_equal(*together(along))
+    again = [jax.grad(lambda w, f=f: jax.jvp(squared(f), (lhs, w), (lhs, w))[1]) for f in (conv.ours, conv.lax)]
+    np.testing.assert_array_equal(*together(again, rhs))
 
 
 def test_master_weights_in_forward_mode() -> None:
@@ -204,7 +204,7 @@ def test_checkpoint_policies_treat_it_as_laxs(policy: str) -> None:
         return lambda x, w: block(x, w).sum()
 
     gradients = [jax.grad(network(f), (0, 1)) for f in (conv.ours, conv.lax)]
-    np.testing.assert_allclose(*(jax.jit(g)(lhs, rhs)[1] for g in gradients), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(*(each[1] for each in together(gradients, lhs, rhs)), rtol=1e-4, atol=1e-4)
     names = [[eqn.primitive.name for eqn in equations(g, lhs, rhs)] for g in gradients]
     convolutions = [sum(name.startswith("conv_") for name in of) for of in names]
     assert convolutions[0] == convolutions[1]
@@ -268,7 +268,7 @@ def test_an_explicit_kernel_takes_no_spatial_dimensions_and_batch_groups(conv: C
     lhs, rhs, g = conv.integers(generator(8))
     layer = functools.partial(conv.ours, implementation="host")
     assert HOST in jax.jit(functools.partial(conv.wgrad, implementation="host")).lower(lhs, g).as_text()
-    assert_same(jax.vjp(layer, lhs, rhs)[1](g), jax.vjp(conv.lax, lhs, rhs)[1](g))
+    assert_same(*together([lambda *operands, f=f: jax.vjp(f, *operands)[1](g) for f in (layer, conv.lax)], lhs, rhs))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])

@@ -2,6 +2,7 @@
 gradients, transformations, decisions, errors."""
 
 import dataclasses
+import functools
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from jax_splitk.tuning import buckets, key
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import select
 from tests import products
-from tests.problems import SEED, generator
+from tests.problems import SEED, generator, on_device, together
 from tests.products import GATED, Case, error, exact_epilogue, exact_weight, integers, with_epilogue
 
 PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -78,10 +79,11 @@ def test_the_reference_is_float64s(case: Case) -> None:
     sums = np.asarray(operands[0], np.float64) @ w
     named = dict(zip([n for n in ("bias", "residual") if getattr(case, n) != "none"], operands[own:], strict=True))
     exact = with_epilogue(case, sums, **{name: np.asarray(x, np.float64) for name, x in named.items()})
-    wide = operation.reference(dataclasses.replace(problem, out_dtype="float32"), *operands)
+    both = (dataclasses.replace(problem, out_dtype="float32"), problem)
+    wide, rounded = together([functools.partial(operation.reference, p) for p in both], *operands)
     assert wide.shape == problem.out_shape == exact.shape
     assert error(wide, exact) < 1e-5
-    assert error(operation.reference(problem, *operands), exact) < (4e-3 if problem.out_dtype != "float32" else 1e-5)
+    assert error(rounded, exact) < (4e-3 if problem.out_dtype != "float32" else 1e-5)
     assert problem.epilogue in str(problem)
     more = sum(x.nbytes for x in operands[own:])
     out = problem.product.out_shape[1] - problem.out_shape[1]
@@ -105,7 +107,7 @@ def test_exact_on_integers(case: Case, options: dict[str, Any]) -> None:
     )
     packed = prepack(q)
     packed = JoinedWeight(packed) if case.activation in GATED else packed
-    out = quantized_matmul(jnp.asarray(x, case.x_dtype), packed, activation=case.activation, **given, **options)
+    out = quantized_matmul(on_device(x, case.x_dtype), packed, activation=case.activation, **given, **options)
     np.testing.assert_array_equal(out, products.rounded(exact, case.out_dtype))
 
 

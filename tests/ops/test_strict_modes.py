@@ -82,9 +82,14 @@ def _everything(function: Callable[..., jax.Array], operands: tuple[jax.Array, .
 def test_results_are_those_of_the_default_modes(name: str) -> None:
     function, given = CASES[name]
     operands = tuple(map(jnp.asarray, given))
-    expected = jax.jit(lambda: _everything(function, operands))()
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        found = jax.jit(lambda: _everything(function, operands))()
+
+    @jax.jit
+    def both() -> Any:
+        expected = _everything(function, operands)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            return _everything(function, operands), expected
+
+    found, expected = both()
     for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == wanted.dtype
         np.testing.assert_array_equal(ours, wanted)

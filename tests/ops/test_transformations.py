@@ -36,20 +36,31 @@ def test_some_transformations_of_transformations(name: str) -> None:
         assert_alike(operation, [[every[i] for i in rng.integers(len(every), size=2)] for _ in range(10)])
 
 
-def _nested() -> list[tuple[Operation, Step]]:
-    """The operations, without those that differ in the implementation alone, since the rules do not depend on it."""
-    found = {name: operation for name, operation in OPERATIONS.items() if not name.endswith("-xla")}
-    return [
-        pytest.param(operation, inner, id=f"{name}-{inner}")
-        for name, operation in found.items()
-        for inner in steps(len(operation.shapes), every=False)
-    ]
+def _nested() -> list[tuple[Operation, Step, list[Step]]]:
+    """Operations, an inner step, and outer ones: each pair that meets the operation's rules in another way than one of
+    its two steps alone.
+
+    Left out: operations that differ in the implementation or the way of the call alone, since the rules do not depend
+    on it; steps without operands, in which the operation is a constant, but for derivatives of a loop over it; jit,
+    which is around each pair; an outer checkpoint, and checkpoint under what does not differentiate, where it has no
+    effect.
+    """
+    found = []
+    for name, operation in OPERATIONS.items():
+        if name.endswith("-xla") or name == "intercept":
+            continue
+        acting = [step for step in steps(len(operation.shapes), every=False) if step.those]
+        differentiating = [step for step in acting if step.name in ("jvp", "vjp")]
+        for inner in (*acting, Step("scan"), Step("checkpoint")):
+            outer = acting if inner.those else differentiating
+            found.append(pytest.param(operation, inner, outer, id=f"{name}-{inner}"))
+    return found
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("operation", "inner"), _nested())
-def test_every_transformation_of_each_transformation(operation: Operation, inner: Step) -> None:
-    assert_alike(operation, [(inner, outer) for outer in steps(len(operation.shapes), every=False)])
+@pytest.mark.parametrize(("operation", "inner", "outer"), _nested())
+def test_every_transformation_of_each_transformation(operation: Operation, inner: Step, outer: list[Step]) -> None:
+    assert_alike(operation, [(inner, step) for step in outer])
 
 
 # ---- Taylor coefficients ---------------------------------------------------------------------------------------------

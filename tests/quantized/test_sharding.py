@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk import PackedWeight, dequantize, prepack, quantize, quantized_matmul, shardings, unpack
 from jax_splitk.quantized.formats import QType
-from tests.problems import generator
+from tests.exhaustive import thinned
+from tests.problems import generator, on_device
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths"),
@@ -36,7 +37,7 @@ def mesh_of(kind: Any = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
 
 
 def integers(*shape: int) -> jax.Array:
-    return jnp.asarray(generator(151).integers(-3, 4, shape), jnp.bfloat16)
+    return on_device(generator(151).integers(-3, 4, shape), jnp.bfloat16)
 
 
 @functools.cache
@@ -44,10 +45,10 @@ def weight(
     *shape: int, axis: Any = None, stack: int = 0, group: int | None = 64, dtype: QType = "int4", **options: Any
 ) -> PackedWeight:
     """A weight of small integers times powers of two, so that its products are exact in float32."""
-    values = jnp.asarray(generator(152).integers(-7, 8, shape), jnp.float32)
+    values = on_device(generator(152).integers(-7, 8, shape), jnp.float32)
     shards = options.pop("shards", None)
     q = quantize(values, dtype, group_size=group, axis=axis, **options)
-    scale = jnp.exp2(jnp.asarray(generator(153).integers(-2, 3, q.scale.shape), jnp.float32))
+    scale = on_device(np.exp2(generator(153).integers(-2, 3, q.scale.shape)), jnp.float32)
     return prepack(dataclasses.replace(q, scale=scale), axis=axis, stack=stack, shards=shards)
 
 
@@ -243,11 +244,15 @@ def test_metadata_of_nnx() -> None:
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
+def compiled(fn: Callable[..., Any], *args: Any) -> tuple[Any, set[str]]:
+    """The results, and the collectives in the compiled program, as their names and the dtypes that they move."""
+    program = jax.jit(fn).lower(*args).compile()
+    found = re.findall(rf"= \(?(\w+)\[[^=]*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text() or "")
+    return program(*args), {f"{name} {dtype}" for dtype, name in found}
+
+
 def exchanged(fn: Callable[..., Any], *args: Any) -> set[str]:
-    """The collectives in the compiled program, as their names and the dtypes that they move."""
-    text = jax.jit(fn).lower(*args).compile().as_text() or ""
-    found = re.findall(rf"= \(?(\w+)\[[^=]*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
-    return {f"{name} {dtype}" for dtype, name in found}
+    return compiled(fn, *args)[1]
 
 
 @contextlib.contextmanager
@@ -260,6 +265,20 @@ def over(kind: str, **axes: int) -> Iterator[Callable[..., Any]]:
 
 def moves_no_weight(found: set[str]) -> bool:
     return not any(name.endswith(("u32", "u8", "s8")) for name in found)
+
+
+def loss(x: jax.Array, w: PackedWeight) -> jax.Array:
+    return jnp.sum(jnp.square(wide(x, w)))
+
+
+@jax.jit
+def value_and_gradient(x: jax.Array, w: PackedWeight) -> tuple[jax.Array, jax.Array]:
+    return wide(x, w), jax.grad(loss)(x, w)
+
+
+def assert_near(gradient: jax.Array, expected: jax.Array) -> None:
+    one, other = (np.asarray(each, np.float32) for each in (gradient, expected))
+    np.testing.assert_allclose(one, other, atol=0.02 * float(abs(other).max()))
 
 
 PRODUCTS = {
@@ -282,17 +301,15 @@ def test_products_over_devices(kind: str, name: str) -> None:
     w = given()
     x = integers(*w.stack, 6, *(w.dims[i] for i in w.contracted))
     axes = {"dp": 2, "tp": 4} if "halves" in name else {"tp": 8}
-    loss = lambda x, w: jnp.sum(jnp.square(wide(x, w)))  # noqa: E731
-    expected = wide(x, w), jax.grad(loss)(x, w)
+    expected = value_and_gradient(x, w)
     with over(kind, **axes) as put:
         args = put(x, *x_spec), put(w, *w_spec)
-        np.testing.assert_array_equal(jax.jit(wide)(*args), expected[0])
-        found = exchanged(wide, *args)
+        out, found = compiled(wide, *args)
+        np.testing.assert_array_equal(out, expected[0])
         assert found == ({"all-reduce f32"} if name.startswith("row") or "contracted" in name else set())
-        gradient = jax.jit(jax.grad(loss))(*args)
-        assert moves_no_weight(exchanged(jax.grad(loss), *args))
-    size = float(jnp.abs(expected[1]).max())
-    np.testing.assert_allclose(np.float32(gradient), np.float32(expected[1]), atol=0.02 * size)
+        gradient, found = compiled(jax.grad(loss), *args)
+        assert moves_no_weight(found)
+    assert_near(gradient, expected[1])
 
 
 def test_experts_in_shard_map() -> None:
@@ -325,11 +342,17 @@ def test_shard_map_takes_the_specifications(spec: Any, x_spec: P, out_spec: P) -
 # ---- tiles of padding ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
+PADDED = (((320, 192), (2, 2)), ((320, 200), (4, 4)), ((192, 64), (1, 8)))
+PADDED_KINDS = (
     {"group": 32}, {"group": None}, {"dtype": "uint4", "symmetric": False}, {"dtype": "nf4"},
     {"dtype": "int8", "group": 32}, {"dtype": "float8_e4m3fn"},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize(("shape", "shards"), [((320, 192), (2, 2)), ((320, 200), (4, 4)), ((192, 64), (1, 8))])
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "shards"),
+    thinned(((kind, *PADDED[(i + j) % 3]) for i, kind in enumerate(PADDED_KINDS) for j in range(3)), 3),
+)
 def test_padding_changes_nothing_but_the_tiles(options: Any, shape: Any, shards: Any) -> None:
     plain, padded = weight(*shape, **options), weight(*shape, shards=shards, **options)
     assert (padded.shape, padded.matrix, padded.group_size) == (plain.shape, plain.matrix, plain.group_size)
@@ -339,22 +362,23 @@ def test_padding_changes_nothing_but_the_tiles(options: Any, shape: Any, shards:
     x, same = integers(4, shape[0]), np.testing.assert_array_equal
     if options.get("dtype") == "nf4":  # whose sums are rounded
         same = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-2)
-    same(wide(x, padded), wide(x, plain))
     for one, other in zip(*(jax.tree.leaves(unpack(w)) for w in (padded, plain)), strict=True):
         np.testing.assert_array_equal(one, other)
-    if options.get("group"):
-        same(wide(x[:, :64], padded[:64]), wide(x[:, :64], plain[:64]))
-    if shape[1] > 64:
-        same(wide(x, padded[:, 64:]), wide(x, plain[:, 64:]))
+
+    @jax.jit
+    def results(w: PackedWeight) -> list[Any]:
+        products = [wide(x, w)]
+        if options.get("group"):
+            products.append(wide(x[:, :64], w[:64]))
+        if shape[1] > 64:
+            products.append(wide(x, w[:, 64:]))
+        gradient = jax.grad(lambda scale: loss(x, dataclasses.replace(w, scale=scale)))(w.scale)
+        return [*products, unpack(dataclasses.replace(w, scale=gradient)).scale]
+
+    for one, other in zip(results(padded), results(plain), strict=True):
+        same(one, other)
     again = padded.with_shards(shards)
     assert again.words.shape == padded.words.shape
-
-    def loss(scale: jax.Array, w: PackedWeight) -> jax.Array:
-        return jnp.sum(jnp.square(wide(x, dataclasses.replace(w, scale=scale))))
-
-    cotangent = jax.grad(loss)(padded.scale, padded)
-    of_plain = dataclasses.replace(plain, scale=jax.grad(loss)(plain.scale, plain))
-    same(unpack(dataclasses.replace(padded, scale=cotangent)).scale, unpack(of_plain).scale)
 
 
 def test_what_needs_no_padding_gets_none() -> None:
@@ -388,21 +412,21 @@ def test_2880_over_devices(kind: str, devices: int, by_k: bool) -> None:
     plain, w = weight(*shape, group=32), weight(*shape, group=32, shards=shards)
     assert max(w.words.shape[:2]) == {2: 46, 4: 48, 8: 48}[devices]
     x = integers(6, shape[0])
-    loss = lambda x, w: jnp.sum(jnp.square(wide(x, w)))  # noqa: E731
-    expected = wide(x, plain), jax.grad(loss)(x, plain)
+    expected = value_and_gradient(x, plain)
     with over(kind, tp=devices) as put:
         if kind == "shardy":
             with pytest.raises(ValueError, match=rf"2880.*in {devices} parts; accepted: 1, 3, 5.*with_shards"):
                 put(plain, *spec)
         args = put(x, *((None, "tp") if by_k else ())), put(w, *spec)
-        np.testing.assert_array_equal(jax.jit(wide)(*args), expected[0])
-        assert moves_no_weight(exchanged(wide, *args))
+        out, found = compiled(wide, *args)
+        np.testing.assert_array_equal(out, expected[0])
+        assert moves_no_weight(found)
         (decision,) = jax_splitk.explain(wide, *args).decisions
         part = max(w.words.shape[:2]) * 64 // devices
         assert (f"w {part}x128" if by_k else f"w 128x{part}") in str(decision.problem)
-        gradient = jax.jit(jax.grad(loss))(*args)
-        assert moves_no_weight(exchanged(jax.grad(loss), *args))
-    np.testing.assert_allclose(np.float32(gradient), np.float32(expected[1]), atol=0.02 * float(abs(expected[1]).max()))
+        gradient, found = compiled(jax.grad(loss), *args)
+        assert moves_no_weight(found)
+    assert_near(gradient, expected[1])
 
 
 def test_2880_in_shard_map_counts_the_padding() -> None:

@@ -102,7 +102,7 @@ print(json.dumps([len(result), [len(e.measurements) for _, e in result]]))
 """
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_processes_tune_the_same_problems_into_one_cache(
     count: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,8 +66,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "sizes"), thinned(itertools.product(CONFIGS, SIZES), 3))
 def test_group_sizes(config: str, sizes: str) -> None:
     for seed in range(2):
         check(PLAIN, CONFIGS[config], seed, SIZES[sizes])
@@ -132,13 +131,6 @@ def test_formats(case: products.Case) -> None:
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
-
-RUNS = [run for run in every_kernel.RUNS if run.family is FAMILY]
-
-
-@pytest.mark.parametrize("run", thinned(RUNS, 3), ids=str)
-def test_machine_code(run: every_kernel.Run) -> None:
-    check_all([run])
 
 
 def test_zero_points_in_clusters_do_not_spill() -> None:

@@ -31,7 +31,8 @@ def run(problem: QuantizedMatmulProblem, config: Config, *operands: Any, **chang
     plan = FAMILY.plan(problem, config).custom_call()
     out = changes.pop("out", jax.ShapeDtypeStruct(problem.out_shape, jnp.float32))
     operands = tuple(
-        operand.astype(np.float32) if jnp.issubdtype(operand.dtype, jnp.floating) else operand for operand in operands
+        np.asarray(operand).astype(np.float32) if jnp.issubdtype(operand.dtype, jnp.floating) else operand
+        for operand in operands
     )
     workspace = jax.ShapeDtypeStruct((changes.pop("size", plan.workspace_bytes),), np.uint8)
     call = jax.ffi.ffi_call(plan.target, (out, workspace))
@@ -46,7 +47,7 @@ def run(problem: QuantizedMatmulProblem, config: Config, *operands: Any, **chang
     addresses = [nan.unsafe_buffer_pointer(), ones.unsafe_buffer_pointer()]
     results = poisoned(nan, ones, *operands)
     assert [r.unsafe_buffer_pointer() for r in results] == addresses, "the poison did not arrive"
-    return np.asarray(results[0].astype(problem.out_dtype))
+    return np.asarray(results[0]).astype(jnp.dtype(problem.out_dtype))
 
 
 def product(case: Case, config: Config, q: QuantizedArray, x: Any) -> np.ndarray:
