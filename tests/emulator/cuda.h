@@ -130,6 +130,10 @@ T from_lane(uint32_t mask, const T& value, int lane, const char* what) {
 
 }  // namespace emulator
 
+inline float __expf(float x) { return std::exp(x); }
+// As CUDA documents it, a divisor above 2^126 makes a quotient of 0, or NaN of an infinity.
+inline float __fdividef(float x, float y) { return std::fabs(y) > 0x1p126f ? x * 0.f : x / y; }
+
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int lane, int = 32) {
   return emulator::from_lane(mask, value, lane, "__shfl_sync");

@@ -313,18 +313,23 @@ __device__ inline void store(const Args& g, const Destination result, int n, int
   const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
   const Epilogue& epilogue = result.epilogue;
   if constexpr (GATED) {
-    float up[4], bias[4], up_bias[4];
+    // The lane with four features of gate computes the first two results, that with those of up the others.
+    const bool of_up = feature % 16 >= 8;
+    float gate[2], up[2], bias[2], up_bias[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      up[i] = __shfl_xor_sync(0xffffu << threadIdx.x % 32 / 16 * 16, values[i], 2);  // 8 features on
+    for (int i = 0; i < 2; ++i) {
+      const float sent = of_up ? values[i] : values[i + 2];
+      const float others = __shfl_xor_sync(0xffffu << threadIdx.x % 32 / 16 * 16, sent, 2);
+      gate[i] = of_up ? others : values[i];
+      up[i] = of_up ? values[i + 2] : others;
     }
-    if (n >= g.rows || feature >= g.features || feature % 16 >= 8) return;
-    const int columns = g.features / 2, column = feature / 16 * 8 + feature % 8;
+    if (n >= g.rows || feature >= g.features) return;
+    const int columns = g.features / 2, column = feature / 16 * 8 + feature % 8 + (of_up ? 2 : 0);
     epilogue.load_bias(column, bias);
     epilogue.load_bias(columns + column, up_bias);
-    float v[4];
+    float v[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = gated(values[i] + bias[i], up[i] + up_bias[i]);
+    for (int i = 0; i < 2; ++i) v[i] = gated(gate[i] + bias[i], up[i] + up_bias[i]);
     const uint32_t at = uint32_t(n * columns + column);
     epilogue.add_residual(at, v);
     store_values(result.out + at, v);
