@@ -87,7 +87,8 @@ def _volume(p: ConvProblem) -> Volume:
 
 
 def _layout(v: Volume, config: Config) -> Layout:
-    return layout_of(v, config.tile, v.channels)
+    # The recorded times, of 16 bits without groups, are those of layouts for pixels as columns.
+    return layout_of(v, config.tile, v.channels, in_rows=v.item == 4 or v.groups > 1)
 
 
 def _steps(v: Volume, x: Layout) -> int:
@@ -173,7 +174,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         most = 65535 * TILE_N[0] // p.feature_group_count
         if (columns := p.group_channels[1]) > most:
             return f"{columns} channels of a group's output; accepted: up to {most}"
-        reason = refusals.gathered(p, _volume(p), MAX_ROWS)
+        reason = refusals.gathered(p, _volume(problem), MAX_ROWS)
         if reason is None and next(self._variants(problem), None) is None:
             reason = f"a filter of {p.kernel_spatial}: its weights, or a tile's input, take too much shared memory"
         return reason

@@ -148,8 +148,9 @@ def lattice(tile: int, stride: int, kernel: int, dilation: int) -> tuple[int, in
     return step, ((tile - 1) * stride + (kernel - 1) * dilation) // step + 1
 
 
-def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
-    """Turns of shared memory for one load of A's elements by a warp (at best 1 for each 128 bytes)."""
+def conflicts(layout: Layout, v: Volume, tile: Tile, in_rows: bool) -> int:
+    """Turns of shared memory for one load of A's elements by a warp (at best 1 for each 128 bytes). `in_rows`: pixels
+    are rows of A; four lanes load neighbouring elements of a pixel."""
     image = v.kernel[0] * layout.rows * layout.row_pitch
     places = []
     for k in range(8):
@@ -157,12 +158,16 @@ def conflicts(layout: Layout, v: Volume, tile: Tile) -> int:
         n, p = divmod(rest, tile[1])
         places.append(q * layout.pixel_col + p * layout.pixel_row + n * image)
     width = v.item * (2 if layout.paired else 1)
-    first, lanes = layout.lead // 2 * 2, 8 if width < 8 else 4  # quarters of the lanes that are served at once
+    first = layout.lead // 2 * 2
+    if in_rows:
+        together = 4 if width == 8 else 8  # pixels that are served at once
+        served = [(places[i : i + together], range(4)) for i in range(0, 8, together)]
+    else:
+        lanes = 8 if width < 8 else 4  # quarters of the lanes that are served at once
+        served = [(places[::2], range(eight, eight + lanes)) for eight in range(0, 8, lanes)]
     turns = 0
-    for eight in range(0, 8, lanes):
-        addresses = {
-            (first + 2 * lane + place) * v.item for lane in range(eight, eight + lanes) for place in places[::2]
-        }
+    for some, pairs in served:
+        addresses = {(first + 2 * pair + place) * v.item for pair in pairs for place in some}
         words = {byte // 4 for address in addresses for byte in range(address, address + width, 4)}
         turns += max(collections.Counter(word % BANKS for word in words).values())
     return turns
@@ -174,18 +179,18 @@ def _granule_items(v: Volume, *counts: int) -> int:
     return next(n for n in sizes if all(count % n == 0 for count in counts))
 
 
-def layout_of(v: Volume, tile: Tile, channels: int) -> Layout:
-    """X's stage for a slice of `channels` channels. Pitches are chosen for few bank conflicts."""
-    return _chosen(v, tile, channels)[1]
+def layout_of(v: Volume, tile: Tile, channels: int, in_rows: bool = False) -> Layout:
+    """X's stage for a slice of `channels` channels. Pitches are chosen for few bank conflicts: see `conflicts`."""
+    return _chosen(v, tile, channels, in_rows)[1]
 
 
 def turns_of(v: Volume, tile: Tile, channels: int) -> int:
     """The `conflicts` of `layout_of`."""
-    return _chosen(v, tile, channels)[0]
+    return _chosen(v, tile, channels, in_rows=False)[0]
 
 
 @functools.lru_cache(maxsize=65536)
-def _chosen(v: Volume, tile: Tile, channels: int) -> tuple[int, Layout]:
+def _chosen(v: Volume, tile: Tile, channels: int, in_rows: bool) -> tuple[int, Layout]:
     _, tile_p, tile_q = tile
     (_, stride_h, stride_w), (_, kernel_h, kernel_w) = v.stride, v.kernel
     _, dilation_h, dilation_w = v.dilation
@@ -223,7 +228,7 @@ def _chosen(v: Volume, tile: Tile, channels: int) -> tuple[int, Layout]:
             segments=segments,
             parity=parity,
         )
-        tried.append((conflicts(found, v, tile), found))
+        tried.append((conflicts(found, v, tile, in_rows), found))
         if tried[-1][0] <= (2 if v.item == 4 else 1):  # the fewest there may be
             break
     return min(tried, key=lambda turns: (turns[0], turns[1].row_pitch))

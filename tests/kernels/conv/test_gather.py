@@ -9,11 +9,14 @@ import pytest
 from jax_splitk.kernels.base.passes import forward
 from jax_splitk.kernels.gather import fprop as gather
 from jax_splitk.kernels.gather.fprop import FPROP
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests import emulator
 from tests.exhaustive import thinned
 from tests.kernels import emulated
-from tests.kernels.conv.tried import GATHER
+from tests.kernels.conv.tried import FLOAT, GATHER
+from tests.problems import conv_of
 
 
 def few_blocks(plan: DevicePlan) -> DevicePlan:
@@ -40,6 +43,23 @@ def test_config_refusals(change: dict[str, Any], reason: str) -> None:
     p, config = GATHER.runs[0]
     with pytest.raises(ValueError, match=reason):
         raise ValueError(FPROP.config_refusal(p, dataclasses.replace(config, **change)))
+
+
+def test_coordinates_of_the_pass_itself_are_checked() -> None:
+    """Not those of its transposed pass, whose strides are 1."""
+    p = conv_of(ConvFpropProblem, (40, 40), (7, 7), (3, 64), stride=(2**21, 1), padding=3)
+    assert str(FPROP.refusal(p)).startswith("padded input of up to")
+
+
+@pytest.mark.parametrize("channels", [16, 20])
+def test_loads_of_float32_windows_meet_no_bank_conflicts(channels: int) -> None:
+    """A pixel's pitch is a multiple of 32 bytes, and no power of two."""
+    p = conv_of(ConvFpropProblem, (9, 16), (3, 3), (channels, 16), padding=1, **FLOAT)
+    operands, accesses = [np.ones(shape, np.float32) for shape in p.operand_shapes], list[emulator.Access]()
+    plan = FPROP.plan(p, gather.Config(4, 1, 16, 1, 9, 16, 3))
+    emulator.run(plan, operands, [np.zeros(p.out_shape, np.float32)], accesses=accesses)
+    loads = [access for access in accesses if access.function == "load_two"]
+    assert loads and all(access.paid == access.ideal for access in loads), loads
 
 
 def test_candidates_cover_the_output() -> None:
