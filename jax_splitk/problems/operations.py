@@ -93,6 +93,7 @@ OPERATIONS: dict[str, Operation] = {
         quantized_epilogue.random_operands,
         quantized_epilogue.problem_product,
         QuantizedEpilogueProblem.representatives,
+        QuantizedEpilogueProblem.represented,
         operand_error=quantized_reference.table_error,
     ),
     "quantized_matmul_transposed": Operation(

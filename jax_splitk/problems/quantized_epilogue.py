@@ -67,9 +67,10 @@ class QuantizedEpilogueProblem(QuantizedMatmulProblem):
         return dataclasses.replace(self.product, out_dtype="float32")
 
     def representatives(self) -> tuple[QuantizedMatmulProblem, ...]:
-        """The product alone, and its representatives: the epilogue takes too little time to change the choice. So
-        decisions for products hold for products with any epilogue."""
-        return tuple(dict.fromkeys([*self.product.representatives(), self.product]))
+        """Those of a product, with this epilogue; then the product alone, and its representatives. An epilogue takes
+        too little time to change the choice, so decisions for products hold for products with any epilogue."""
+        alone = self.product
+        return tuple(dict.fromkeys([*super().representatives(), *alone.representatives(), alone]))
 
     @property
     def epilogue(self) -> str:

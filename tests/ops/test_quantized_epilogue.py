@@ -306,6 +306,9 @@ def test_a_decision_for_the_product_holds() -> None:
     p = dataclasses.replace(problem(activation="none"), k=8192, features=3584)
     found = [k.problem for k in buckets.representatives(key.key_for(p, DEFAULT_CUDA))]
     assert found == [p.product]
+    five = dataclasses.replace(p, rows=5)  # is tuned with 8 rows and its epilogue, so that an export has its kernel
+    assert [k.problem for k in buckets.representatives(key.key_for(five, DEFAULT_CUDA))][:2] == [p, p.product]
+    assert five in [dataclasses.replace(each, rows=5) for each in p.represented()]
     choice = select(p, DEFAULT_CUDA, current())
     assert "quantized_matmul" in choice.because
 
