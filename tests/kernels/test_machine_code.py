@@ -42,7 +42,7 @@ from tests.problems import conv
 
 REGISTERS = 65536 // 4  # registers of each of a multiprocessor's four parts, which share the warps
 SHARED_BYTES = 228 * 1024
-MOST_SOURCES = 270
+MOST_SOURCES = 280
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
 FAMILIES = [family for family in EVERY if not isinstance(family, AsWgrad)]  # others have no code of their own
@@ -398,14 +398,14 @@ def pools() -> dict[str, dict[compiler.Source, Run]]:
 
 @functools.cache
 def samples(file: str) -> list[Run]:
-    """A few samples of the pool that have all families, pairs and values. Each next sample is the one that adds the
-    most; samples that add nothing are dropped."""
+    """A few samples of the pool that have all pairs and values. Each next sample is the one that adds the most; samples
+    that add nothing are dropped."""
     code, traits = CODE[file], {}
     for source, sample in pools()[file].items():
         macros = dict(source.defines)
         values = [(name, macros.get(name)) for name in code.pairs.split()]
         alone = [(name, macros.get(name)) for name in code.values.split()]
-        traits[sample] = {*itertools.combinations(values, 2), *alone, sample.family.name}
+        traits[sample] = {*itertools.combinations(values, 2), *alone}
     left, chosen = set().union(*traits.values()), []
     while left:
         chosen.append(max(traits, key=lambda sample: len(traits[sample] & left)))

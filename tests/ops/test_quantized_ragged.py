@@ -26,7 +26,7 @@ from jax_splitk.tuning.key import problem_as_dict, problem_from_dict
 from tests import experts, products, ragged_dots
 from tests.checkpoints import writers
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, explained, partitioned
-from tests.problems import generator
+from tests.problems import generator, together
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -199,7 +199,7 @@ def reference(q: QuantizedArray, x: jax.Array, scale: jax.Array, zero_point: Any
     """The product in plain lax, of which JAX derives everything."""
     zeros = 0 if zero_point is None else jnp.repeat(zero_point, K // zero_point.shape[1], 1)
     weight = (q.qvalue.astype(jnp.float32) - zeros) * jnp.repeat(scale, K // scale.shape[1], 1)
-    member = jax.nn.one_hot(jnp.repeat(jnp.arange(GROUPS + 1), jnp.append(SIZES, M - SIZES.sum())), GROUPS)
+    member = jax.nn.one_hot(np.repeat(np.arange(GROUPS + 1), np.append(SIZES, M - SIZES.sum())), GROUPS)
     return jnp.einsum("mg,mk,gkn->mn", member, x, weight, precision="highest")
 
 
@@ -215,12 +215,12 @@ def test_gradients(zeros: bool) -> None:
 
     loss = lambda f, *a: jnp.sum(jnp.sin(f(*a)) * weights)  # noqa: E731
     arguments = tuple(range(len(given)))
-    found = jax.jit(jax.grad(functools.partial(loss, ours), arguments))(*given)
-    expected = jax.grad(functools.partial(loss, functools.partial(reference, q)), arguments)(*given)
+    both = ours, functools.partial(reference, q)
+    found, expected = together([jax.grad(functools.partial(loss, f), arguments) for f in both], *given)
     for one, other in zip(found, expected, strict=True):
         assert error(one, np.asarray(other, np.float64)) < 1e-4
     moved = tuple(jnp.ones_like(x) for x in given)
-    one, other = (jax.jvp(f, given, moved)[1] for f in (ours, functools.partial(reference, q)))
+    one, other = together([lambda *given, f=f: jax.jvp(f, given, moved)[1] for f in both], *given)
     assert error(one, np.asarray(other, np.float64)) < 1e-5
 
 
@@ -229,7 +229,7 @@ def test_gradient_of_narrow_rows(dtype: str) -> None:
     """The gradient has the rows' dtype, zeros for rows of no group, and is that of the dequantized weight."""
     q, x = stack(), tokens(dtype)
     g = jnp.asarray(generator(473).standard_normal((M, N)), "bfloat16" if dtype == "float8_e4m3fn" else dtype)
-    (dx,) = jax.vjp(lambda x: ragged_dot(x, prepack(q, stack=1), SIZES), x)[1](g)
+    (dx,) = jax.jit(lambda x: jax.vjp(lambda x: ragged_dot(x, prepack(q, stack=1), SIZES), x)[1](g))(x)
     transposed = dataclasses.replace(q, qvalue=q.qvalue.swapaxes(1, 2), scale=q.scale.swapaxes(1, 2))
     assert dx.dtype == x.dtype
     assert error(dx, exactly(g, transposed)) < (2**-3 if dtype == "float8_e4m3fn" else 2**-7)
@@ -245,9 +245,8 @@ def test_second_derivatives() -> None:
 
     ours = lambda x, scale: ragged_dot(x, with_leaves(q, scale, None), SIZES)  # noqa: E731
     for i in range(2):
-        found, expected = (
-            jax.grad(functools.partial(loss, f), i)(tokens(), q.scale) for f in (ours, functools.partial(reference, q))
-        )
+        gradients = [jax.grad(functools.partial(loss, f), i) for f in (ours, functools.partial(reference, q))]
+        found, expected = together(gradients, tokens(), q.scale)
         assert error(found, np.asarray(expected, np.float64)) < 1e-3
 
 
@@ -371,7 +370,7 @@ def test_the_tuner_measures_and_stores_a_decision(cache: pathlib.Path) -> None:
     assert [(x.shape, x.dtype.name) for x in operands] == list(p.operand_types)
     check = OPERATIONS[p.op].check
     assert check is not None
-    found, checked = (f(p, *map(jnp.asarray, operands)) for f in (reference, check))
+    found, checked = together([functools.partial(f, p) for f in (reference, check)], *operands)
     np.testing.assert_allclose(found, checked, rtol=1e-5, atol=1e-5)
 
 
@@ -409,7 +408,7 @@ def placed(put: Callable[..., Any], w: PackedWeight, *spec: Any) -> PackedWeight
 def test_divided_among_devices(kind: str, x_spec: Any, w_spec: Any, local: str, exchanged: Any) -> None:
     w, x = eight(), jnp.asarray(generator(476).integers(-2, 3, (64, 512)), jnp.bfloat16)
     product = functools.partial(ragged_dot, preferred_element_type="float32")
-    expected = product(x, w, GROUPS_OF_8)
+    expected = jax.jit(product)(x, w, GROUPS_OF_8)
     with partitioned(kind) as put:
         args = put(x, *x_spec), placed(put, w, *w_spec), put(GROUPS_OF_8)
         out, found, (problem,) = compiled(product, *args)
@@ -425,7 +424,7 @@ def test_divided_among_devices(kind: str, x_spec: Any, w_spec: Any, local: str, 
 def test_gradients_among_devices(kind: str) -> None:
     w, x = eight(), jnp.asarray(generator(477).integers(-2, 3, (64, 512)), jnp.float32)
     loss = lambda x, w, s: jnp.sum(ragged_dot(x, w, s) ** 2)  # noqa: E731
-    expected = jax.grad(loss)(x, w, GROUPS_OF_8)
+    expected = jax.jit(jax.grad(loss))(x, w, GROUPS_OF_8)
     with partitioned(kind) as put:
         found = jax.jit(jax.grad(loss))(put(x, "data"), placed(put, w, "model"), put(GROUPS_OF_8))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-2 * float(jnp.abs(expected).max()))
@@ -444,7 +443,7 @@ def test_experts_of_each_device_in_shard_map() -> None:
     each = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P("expert"), P()), out_specs=P())
     np.testing.assert_array_equal(jax.jit(each)(x, w, GROUPS_OF_8), ragged_dot(x, w, GROUPS_OF_8))
     loss = lambda product, x: jnp.sum(product(x, w, jnp.asarray(GROUPS_OF_8)) ** 2)  # noqa: E731
-    found, expected = (jax.grad(functools.partial(loss, f))(x) for f in (each, ragged_dot))
+    found, expected = (jax.jit(jax.grad(functools.partial(loss, f)))(x) for f in (each, ragged_dot))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
@@ -485,5 +484,5 @@ def test_a_layer_of_mxfp4_experts_is_that_of_its_dequantized_weights(tmp_path: p
 
     found, expected = (jax.jit(layer)(x, weights) for weights in (packed, dense))
     assert error(found, np.asarray(expected, np.float64)) < 5e-3
-    gradient = lambda weights: jax.grad(lambda x: jnp.sum(layer(x, weights) ** 2))(x)  # noqa: E731
+    gradient = jax.jit(lambda weights: jax.grad(lambda x: jnp.sum(layer(x, weights) ** 2))(x))
     assert error(gradient(packed), np.asarray(gradient(dense), np.float64)) < 2e-2
