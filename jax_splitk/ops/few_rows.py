@@ -15,7 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
 
-from jax_splitk.kernels.contraction import few_rows
+from jax_splitk import kernels
 from jax_splitk.ops.dot_calls import DotCall
 from jax_splitk.ops.trace import inner
 from jax_splitk.problems.dot_general import E4M3, DotProblem
@@ -26,6 +26,8 @@ from jax_splitk.tuning.options import Options, current
 
 # A copy of less takes under a microsecond.
 LEAST_BYTES = 2**20
+
+_DTYPES = ("bfloat16", "float16", E4M3)
 
 # What keeps an operand a slice of the stack: it moves nothing in memory.
 _VIEWS = ("reshape", "squeeze", "expand_dims")
@@ -40,7 +42,7 @@ def options_of_copied() -> Options:
 def _call(lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, preferred: Any) -> DotCall | None:
     """The product of arrays or their types, if kernels of few rows serve it and its weight is worth it; else None."""
     dtype, wanted = jnp.dtype(lhs.dtype), None if preferred is None else jnp.dtype(preferred).name
-    if rhs.dtype != dtype or dtype.name not in few_rows.DTYPES or (dtype.name == E4M3 and wanted is None):
+    if rhs.dtype != dtype or dtype.name not in _DTYPES or (dtype.name == E4M3 and wanted is None):
         return None
     if precision not in (None, lax.Precision.DEFAULT) or not _compat.is_known(*lhs.shape, *rhs.shape):
         return None
@@ -54,7 +56,8 @@ def _call(lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, preferred:
 
 def _is_worth(problem: DotProblem) -> bool:
     is_large = nbytes(problem.rhs_shape, problem.dtype) >= LEAST_BYTES
-    return problem.batch == 1 and is_large and few_rows.FAMILY.problem_refusal(problem) is None
+    families = (family for family in kernels.families("dot_general", "cuda") if family.few_rows)
+    return problem.batch == 1 and is_large and any(family.refusal(problem) is None for family in families)
 
 
 # ---- functions of lax and jax.numpy ----------------------------------------------------------------------------------
