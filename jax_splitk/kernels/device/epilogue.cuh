@@ -22,7 +22,7 @@ __device__ inline float activated(float x) {
 
 // With a gated activation the sums' columns are 8 of gate and 8 of up in turn, and the result has half as
 // many.
-constexpr bool GATED = ACTIVATION >= 5;
+[[maybe_unused]] constexpr bool GATED = ACTIVATION >= 5;
 
 // x times the logistic function of y. The fast functions are exact enough for results of 16 bits. A quotient
 // by more than 2^126 becomes 0.
@@ -98,7 +98,7 @@ struct Destination {
 #define EPILOGUE_OF_PARAMETERS \
   Epilogue { bias, residual }
 #else
-constexpr bool GATED = false;
+[[maybe_unused]] constexpr bool GATED = false;
 
 struct Epilogue {
   template <int N>
