@@ -5,10 +5,12 @@ python -m benchmarks.quantized_models [--cases MODEL_FRAMEWORK_OR_NAME ...] [--q
 """
 
 import argparse
+import atexit
 import dataclasses
 import functools
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +31,7 @@ from jax_splitk.quantized import PackedWeight
 SIZE = Size(layers=4, width=4096, heads=32, groups=8, head=128, hidden=14336, vocabulary=32768)
 TOKENS = ((1, 1), (16, 1), (1, 1024))  # [sequences, tokens of each]
 FRAMEWORKS = ("nnx", "linen")
+UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # options of a program that is not timed
 
 Program = tuple[Callable[..., Any], Any]  # a function of (parameters, tokens), and its parameters
 
@@ -158,6 +161,15 @@ def of_linen(name: str, size: Size, rule: jax_splitk.QuantizationRule) -> tuple[
     return (flax_linen.intercept()(model.apply), packed), plain
 
 
+@functools.cache
+def _autotuning() -> dict[str, Any]:
+    """Options with which XLA remembers its choices: models have products of the same shapes, and seconds to choose each
+    add up to minutes."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return {"xla_gpu_per_fusion_autotune_cache_dir": folder.name}
+
+
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
@@ -177,13 +189,14 @@ def run(case: Case, options: argparse.Namespace) -> Result:
     keys = jax.random.split(jax.random.key(1), 3)
     inputs = [(jax.random.randint(key, case.tokens, 0, size.vocabulary),) for key in keys]
     compiled = {
-        name: functools.partial(jax.jit(function).lower(parameters, *inputs[0]).compile(), parameters)
+        name: functools.partial(jax.jit(function).lower(parameters, *inputs[0]).compile(_autotuning()), parameters)
         for name, (function, parameters) in programs.items()
     }
     times = timing.compare(compiled, inputs, rounds=3 if options.quick else 7)
     logits = {name: np.asarray(program(*inputs[0]), np.float64) for name, program in compiled.items()}
     with jax.default_matmul_precision("highest"):
-        exact = np.asarray(jax.jit(function)(parameters, *inputs[0]), np.float64)
+        slow = jax.jit(function).lower(parameters, *inputs[0]).compile(UNTUNED)
+    exact = np.asarray(slow(parameters, *inputs[0]), np.float64)
     errors = {name: report.distance(found, exact) for name, found in logits.items()}
     products: dict[str, int] = {}
     for decision in jax_splitk.explain(*programs["packed"], *inputs[0]).decisions:
