@@ -35,7 +35,7 @@ def drawn(count: int, seed: int = 3, ops: tuple[str, ...] = problems.OPERATIONS)
 
 def test_problems_are_valid_and_of_every_kind() -> None:
     kinds, serving = collections.Counter[str](), collections.Counter[str]()
-    for d in drawn(300):
+    for d in drawn(600):
         d.problem.validate()
         assert d.problem.flops <= problems.MAX_FLOPS
         assert d.problem.bytes_moved <= problems.MAX_BYTES

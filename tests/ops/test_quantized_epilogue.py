@@ -202,6 +202,8 @@ def test_values_and_gradients_are_plain_jaxs(activation: str) -> None:
     def theirs(x: Any, bias: Any, residual: Any, *scales: Any) -> jax.Array:
         of = [value(dataclasses.replace(q, scale=scale)) for q, scale in zip(qs, scales, strict=True)]
         sums = [jnp.matmul(x.astype(jnp.float32), w, precision="highest") for w in of]
+        # As the product is kept for the gradient. Otherwise relu's derivative differs where sum and bias cancel.
+        sums = [z.astype(jnp.bfloat16).astype(jnp.float32) for z in sums]
         sums = [z + b for z, b in zip(sums, bias if gated else [bias], strict=True)]
         function = JAX[activation] if gated else PLAIN.get(activation, lambda z: z)
         return (function(*sums) + residual).astype(jnp.bfloat16)
