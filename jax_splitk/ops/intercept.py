@@ -227,7 +227,7 @@ def _scan(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_arrays(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A product of arrays inside a block: lax's, or in a scan ours."""
+    """The function that replaces a product of JAX for arrays: JAX's own, but in a scan with `few_rows` jax_splitk's."""
     ours = few_row_products.ROUTES.get(name)
 
     def product(*args: Any, **kwargs: Any) -> Any:

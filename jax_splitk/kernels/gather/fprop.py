@@ -213,7 +213,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         return f"{channels} channels of float32, more than {MAX_CHANNELS[4]}, were not measured"
 
     def uncertainty(self, problem: Any, target: Target) -> float:
-        """That of the forward passes also for input gradients, of which there are no times yet."""
+        """The uncertainty of the forward passes: there are no times of input gradients yet."""
         return cost_model.uncertainty(FPROP.name, target)
 
     # ---- search ----------------------------------------------------------------------------------------------------

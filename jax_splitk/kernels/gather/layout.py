@@ -90,7 +90,8 @@ class Volume(Geometry):
         return {1: 1, 2: 3, 3: 6}[self.parts]
 
     def column_tiles(self, widths: Sequence[int]) -> list[int]:
-        """Tiles of output channels: the smallest of `widths` that holds all channels, and whole parts of it."""
+        """Widths of tiles: the smallest of `widths` that holds all output channels, and common widths below their
+        number."""
         whole = [n for n in widths if n >= self.out_channels][:1]
         return sorted({*whole, *(n for n in (64, 128, 192, 256) if n < self.out_channels)})
 
