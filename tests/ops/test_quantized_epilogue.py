@@ -83,7 +83,9 @@ def test_the_reference_is_float64s(case: Case) -> None:
     wide, rounded = together([functools.partial(operation.reference, p) for p in both], *operands)
     assert wide.shape == problem.out_shape == exact.shape
     assert error(wide, exact) < 1e-5
-    assert error(rounded, exact) < (4e-3 if problem.out_dtype != "float32" else 1e-5)
+    # XLA:CPU also rounds the operands of the last product or sum, since its result is rounded.
+    roundings = 3 if case.activation in GATED else 2
+    assert error(rounded, exact) < (roundings * 2**-9 + 1e-5 if problem.out_dtype != "float32" else 1e-5)
     assert problem.epilogue in str(problem)
     more = sum(x.nbytes for x in operands[own:])
     out = problem.product.out_shape[1] - problem.out_shape[1]
