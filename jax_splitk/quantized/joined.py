@@ -8,12 +8,11 @@ import jax
 import numpy as np
 from jax import export
 from jax import numpy as jnp
-from jax.typing import DTypeLike
 
-from jax_splitk.quantized.array import Weight
 from jax_splitk.quantized.formats import FORMATS, as_bytes, from_bytes
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, prepack
 from jax_splitk.quantized.packing import GATE_BLOCK, pack_codes, pack_groups, unpack_codes, unpack_groups
+from jax_splitk.quantized.wrapping import WrappingWeight
 from jax_splitk.runtime.arguments import quoted, require
 from jax_splitk.runtime.computation import one_computation
 
@@ -23,7 +22,7 @@ KEY = "joined"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class JoinedWeight(Weight):
+class JoinedWeight(WrappingWeight):
     """The packed weights of gate and up as one; `join_gate_up` makes it.
 
     Only a product with a gated activation takes it, such as `quantized_matmul(x, w, activation="swiglu")`. It is a
@@ -39,33 +38,11 @@ class JoinedWeight(Weight):
       ((128, 512), (8, 256))
     """
 
+    key = KEY
     weight: Any
 
     def __repr__(self) -> str:
         return f"JoinedWeight({self.weight!r})"
-
-    @property
-    def static(self) -> dict[str, Any]:
-        """What the arrays do not say, by name."""
-        return {**self.weight.static, KEY: True}
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        """As of a PackedWeight."""
-        return self.weight.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return self.weight.nbytes
-
-    def astype(self, dtype: DTypeLike) -> "JoinedWeight":
-        """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""
-        return JoinedWeight(self.weight.astype(dtype))
 
     def __getitem__(self, index: Any) -> "JoinedWeight":
         """A part of a stack: any index of the stack's axes. Raises IndexError for any other index."""

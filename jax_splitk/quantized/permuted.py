@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax import export
 from jax import numpy as jnp
-from jax.typing import DTypeLike
 
-from jax_splitk.quantized.array import Weight, brief
+from jax_splitk.quantized.array import brief
+from jax_splitk.quantized.wrapping import WrappingWeight
 from jax_splitk.runtime.arguments import require
 
 # The key of `weight` in a tree's paths, and so in files. No other node has it and "order".
@@ -17,7 +17,7 @@ KEY = "permuted"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PermutedWeight(Weight):
+class PermutedWeight(WrappingWeight):
     """A weight whose rows are in another order than the features of x: GPTQ's act-order (`desc_act`).
 
     Its groups are not contiguous in x's order. So the rows are sorted by group, and a product takes x's features in the
@@ -35,29 +35,12 @@ class PermutedWeight(Weight):
       Array(63., dtype=float32)
     """
 
+    key = KEY
     weight: Any
     order: Any
 
     def __repr__(self) -> str:
         return f"PermutedWeight({self.weight!r}, order={brief(self.order)})"
-
-    @property
-    def static(self) -> dict[str, Any]:
-        """What the arrays do not say, by name."""
-        return {**self.weight.static, KEY: True}
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The scale's dtype."""
-        return self.weight.dtype
-
-    def astype(self, dtype: DTypeLike) -> "PermutedWeight":
-        """The weight with scales, and floating zero points, of this dtype: bfloat16, float16 or float32."""
-        return PermutedWeight(self.weight.astype(dtype), self.order)
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,6 @@ workspace.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 
 from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal
@@ -18,9 +17,7 @@ from jax_splitk.kernels.contraction import products
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.split_tile import (
     MAX_CLUSTER,
-    MAX_ELEMENTS,
     MAX_FLOAT32_CHAIN,
-    MAX_GRID_YZ,
     is_whole,
     operand_map,
 )
@@ -111,13 +108,7 @@ class FewRows(ModelledFamily[DotProblem, Config]):
             return f"lhs with {p.lhs_order[-1]} contiguous; accepted: k"
         if p.dtype == E4M3 and p.rhs_order[-1] != "k":
             return f"{E4M3} with {p.rhs_order[-1]} contiguous in rhs; accepted: k"
-        if (reason := products.alignment_refusal(p)) is not None:
-            return reason
-        if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > MAX_ELEMENTS:
-            return f"operands or a result of more than {MAX_ELEMENTS} elements"
-        if p.batch > MAX_GRID_YZ:
-            return f"batch {p.batch}; accepted: at most {MAX_GRID_YZ}"
-        return None
+        return products.alignment_refusal(p) or products.size_refusal(p)
 
     def config_refusal(self, problem: DotProblem, config: Config) -> str | None:
         reason = field_refusal(

@@ -124,6 +124,16 @@ def alignment_refusal(problem: DotProblem) -> str | None:
     return None
 
 
+def size_refusal(problem: DotProblem) -> str | None:
+    """Why sizes are not served; None if they are."""
+    p = problem
+    if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > MAX_ELEMENTS:
+        return f"operands or a result of more than {MAX_ELEMENTS} elements"
+    if p.batch > MAX_GRID_YZ:
+        return f"batch {p.batch}; accepted: at most {MAX_GRID_YZ}"
+    return None
+
+
 def epilogue_macros(problem: DotProblem) -> dict[str, int]:
     """Macros of device/epilogue.cuh; none for a product without an epilogue."""
     if not problem.epilogue:
@@ -165,11 +175,7 @@ class Tma(TileFamily[DotProblem, Config]):
             return f"n={p.n}; accepted: multiples of 4"
         if (reason := _tf32_refusal(p)) is not None:
             return reason
-        if max(math.prod(p.lhs_shape), math.prod(p.rhs_shape), math.prod(p.out_shape)) > MAX_ELEMENTS:
-            return f"operands or a result of more than {MAX_ELEMENTS} elements"
-        if p.batch > MAX_GRID_YZ:
-            return f"batch {p.batch}; accepted: at most {MAX_GRID_YZ}"
-        return None
+        return size_refusal(p)
 
     def tiles(self, problem: DotProblem) -> list[tuple[int, int]]:
         return [tile for tile in TILES if tile[0] < 256]  # on no problem were taller ones the fastest
