@@ -129,17 +129,17 @@ def of_nnx(name: str, size: Size, rule: jax_splitk.QuantizationRule) -> tuple[Pr
     """The program with packed weights, and the plain one in a dtype, whose weights are the dequantized ones."""
     layer, _, tied, _ = MODELS[name]
 
-    def made(size: Size) -> Any:
+    def abstract(size: Size) -> Any:
         return nnx.eval_shape(lambda: Model(layer, tied, size, nnx.Rngs(0)))
 
-    graph, shapes = nnx.split(made(size))
+    graph, shapes = nnx.split(abstract(size))
     model = nnx.merge(graph, filled(shapes))
     flax_nnx.quantize(model, rule)
     packed_graph, packed = nnx.split(model)
     weights = nnx.to_pure_dict(packed)
 
     def plain(dtype: Any) -> Program:
-        model = made(dataclasses.replace(size, dtype=dtype))
+        model = abstract(dataclasses.replace(size, dtype=dtype))
         nnx.update(model, dequantized(weights, dtype))
         graph, state = nnx.split(model)
         return lambda state, x: nnx.merge(graph, state)(x), state

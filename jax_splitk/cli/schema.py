@@ -40,6 +40,9 @@ _QUANTIZED: dict[str, tuple[str, str]] = {
     "channel_dtype": _CHANNEL_DTYPE,
 }
 
+_BIAS = ('"none"', "dtype of the bias")
+_RESIDUAL = ('"none"', "dtype of the residual, an array of the result's shape that is added last")
+
 # For each operation and field: the default in words ("" if the field is required), and the meaning.
 FIELDS: dict[str, dict[str, tuple[str, str]]] = {
     "conv_fprop": _CONVOLUTION,
@@ -56,16 +59,16 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "out_dtype": ("dtype", "dtype of the result; for float8_e4m3fn the default is bfloat16"),
         "precision": ('"default"', "default, high or highest"),
         "bias": ('"none"', '"m" for a bias of each row of the result, "n" for one of each column'),
-        "bias_dtype": ('"none"', "dtype of the bias"),
+        "bias_dtype": _BIAS,
         "activation": ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu, applied to product + bias"),
-        "residual_dtype": ('"none"', "dtype of the residual, an array of the result's shape that is added last"),
+        "residual_dtype": _RESIDUAL,
     },
     "quantized_matmul": _QUANTIZED,
     "quantized_matmul_epilogue": {
         **_QUANTIZED,
-        "bias_dtype": ('"none"', "dtype of the bias"),
+        "bias_dtype": _BIAS,
         "activation": ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu; or gated: swiglu, geglu, swigluoai"),
-        "residual_dtype": ('"none"', "dtype of the residual, an array of the result's shape that is added last"),
+        "residual_dtype": _RESIDUAL,
     },
     "quantized_matmul_transposed": {
         **_QUANTIZED,

@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import export
 from jax import numpy as jnp
 
 from jax_splitk.quantized.formats import FORMATS, as_bytes, from_bytes
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, prepack
 from jax_splitk.quantized.packing import GATE_BLOCK, pack_codes, pack_groups, unpack_codes, unpack_groups
-from jax_splitk.quantized.wrapping import WrappingWeight
+from jax_splitk.quantized.wrapping import WrappingWeight, register
 from jax_splitk.runtime.arguments import quoted, require
 from jax_splitk.runtime.computation import one_computation
 
@@ -63,25 +62,7 @@ class JoinedWeight(WrappingWeight):
         return both[0], both[1]
 
 
-def _flatten(w: JoinedWeight) -> tuple[tuple[Any], None]:
-    return (w.weight,), None
-
-
-def _flatten_with_keys(w: JoinedWeight) -> Any:
-    return ((jax.tree_util.GetAttrKey(KEY), w.weight),), None
-
-
-def _unflatten(_: None, leaves: Any) -> JoinedWeight:
-    return JoinedWeight(*leaves)
-
-
-jax.tree_util.register_pytree_with_keys(JoinedWeight, _flatten_with_keys, _unflatten, _flatten)
-export.register_pytree_node_serialization(
-    JoinedWeight,
-    serialized_name="jax_splitk.JoinedWeight",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: None,
-)
+register(JoinedWeight)
 
 
 def join_gate_up(

@@ -5,11 +5,10 @@ import functools
 from typing import Any
 
 import jax
-from jax import export
 from jax import numpy as jnp
 
 from jax_splitk.quantized.array import brief
-from jax_splitk.quantized.wrapping import WrappingWeight
+from jax_splitk.quantized.wrapping import WrappingWeight, register
 from jax_splitk.runtime.arguments import require
 
 # The key of `weight` in a tree's paths, and so in files. No other node has it and "order".
@@ -59,22 +58,4 @@ class PermutedWeight(WrappingWeight):
         return take(x, self.order)
 
 
-def _flatten(w: PermutedWeight) -> tuple[tuple[Any, Any], None]:
-    return (w.weight, w.order), None
-
-
-def _flatten_with_keys(w: PermutedWeight) -> Any:
-    return ((jax.tree_util.GetAttrKey(KEY), w.weight), (jax.tree_util.GetAttrKey("order"), w.order)), None
-
-
-def _unflatten(_: None, leaves: Any) -> PermutedWeight:
-    return PermutedWeight(*leaves)
-
-
-jax.tree_util.register_pytree_with_keys(PermutedWeight, _flatten_with_keys, _unflatten, _flatten)
-export.register_pytree_node_serialization(
-    PermutedWeight,
-    serialized_name="jax_splitk.PermutedWeight",
-    serialize_auxdata=lambda _: b"",
-    deserialize_auxdata=lambda _: None,
-)
+register(PermutedWeight)

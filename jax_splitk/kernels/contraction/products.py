@@ -43,7 +43,6 @@ ELEMENT_CODES = {**split_k.OUT_CODES, E4M3: 3}  # macro ELEMENT
 _LEAST_ELEMENTS = 100
 # Stages that the tensor cores add of a float32 result whose split is longer than they may: half of those.
 FLOAT32_CHAIN = MAX_FLOAT32_CHAIN // 2
-# Macros BIAS and ACTIVATION.
 
 
 @dataclasses.dataclass(frozen=True)
