@@ -1,5 +1,5 @@
 """Unchanged language models of Flax on packed weights, against the same models with bfloat16 weights. See README.md
-beside this file.
+beside this file. Models that qwix quantizes need the package qwix.
 
 python -m benchmarks.quantized_models [--cases MODEL_FRAMEWORK_OR_NAME ...] [--qtype NAME] [--group N] [--json FILE]
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jax import numpy as jnp
 
 import jax_splitk
@@ -30,7 +30,7 @@ from jax_splitk.quantized import PackedWeight
 # A model of 8 billion parameters, with fewer layers and a smaller vocabulary.
 SIZE = Size(layers=4, width=4096, heads=32, groups=8, head=128, hidden=14336, vocabulary=32768)
 TOKENS = ((1, 1), (16, 1), (1, 1024))  # [sequences, tokens of each]
-FRAMEWORKS = ("nnx", "linen")
+FRAMEWORKS = ("nnx", "linen", "qwix")
 UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}  # options of a program that is not timed
 
 Program = tuple[Callable[..., Any], Any]  # a function of (parameters, tokens), and its parameters
@@ -41,7 +41,8 @@ class Case:
     """A model's logits for some tokens.
 
     Attributes:
-      framework: "nnx", with a list of layers, or "linen", with `nn.scan` over stacked layers.
+      framework: "nnx", with a list of layers; "linen", with `nn.scan` over stacked layers; or "qwix": qwix's
+        post-training quantization of the nnx model.
       tokens: sequences, and tokens of each.
     """
 
@@ -127,24 +128,50 @@ def dequantized(tree: Any, dtype: Any = None) -> Any:
 
 def of_nnx(name: str, size: Size, rule: jax_splitk.QuantizationRule) -> tuple[Program, Callable[[Any], Program]]:
     """The program with packed weights, and the plain one in a dtype, whose weights are the dequantized ones."""
-    layer, _, tied, _ = MODELS[name]
-
-    def abstract(size: Size) -> Any:
-        return nnx.eval_shape(lambda: Model(layer, tied, size, nnx.Rngs(0)))
-
-    graph, shapes = nnx.split(abstract(size))
-    model = nnx.merge(graph, filled(shapes))
+    model = _model_of_nnx(name, size)
     flax_nnx.quantize(model, rule)
-    packed_graph, packed = nnx.split(model)
-    weights = nnx.to_pure_dict(packed)
+    return _program(model), lambda dtype: _plain_of_nnx(name, size, dtype, nnx.to_pure_dict(nnx.state(model)))
 
-    def plain(dtype: Any) -> Program:
-        model = abstract(dataclasses.replace(size, dtype=dtype))
-        nnx.update(model, dequantized(weights, dtype))
-        graph, state = nnx.split(model)
-        return lambda state, x: nnx.merge(graph, state)(x), state
 
-    return (lambda state, x: nnx.merge(packed_graph, state)(x), packed), plain
+def of_qwix(name: str, size: Size, rule: jax_splitk.QuantizationRule) -> tuple[Program, Callable[[Any], Program]]:
+    """As `of_nnx`."""
+    import qwix  # noqa: PLC0415 - an optional package
+
+    from jax_splitk.layers import qwix as packed  # noqa: PLC0415
+
+    rules = [qwix.QuantizationRule(module_path="layers.*|head", weight_qtype=rule.dtype, tile_size=rule.group_size)]
+    plain = _model_of_nnx(name, size)
+    weights = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(plain)))
+
+    @nnx.jit
+    def quantized(model: Any, x: jax.Array) -> Any:
+        return qwix.quantize_model(model, packed.PtqProvider(rules), x)
+
+    model = quantized(plain, jnp.zeros((1, 1), jnp.int32))
+    # qwix has an object with the field `array` in the place of a kernel.
+    weights |= {path[:-1]: each for path, each in nnx.iter_graph(model) if isinstance(each, PackedWeight)}
+    return _program(model), lambda dtype: _plain_of_nnx(name, size, dtype, traverse_util.unflatten_dict(weights))
+
+
+def _model_of_nnx(name: str, size: Size) -> Any:
+    graph, shapes = nnx.split(_abstract_nnx(name, size))
+    return nnx.merge(graph, filled(shapes))
+
+
+def _abstract_nnx(name: str, size: Size) -> Any:
+    layer, _, tied, _ = MODELS[name]
+    return nnx.eval_shape(lambda: Model(layer, tied, size, nnx.Rngs(0)))
+
+
+def _plain_of_nnx(name: str, size: Size, dtype: Any, weights: Any) -> Program:
+    model = _abstract_nnx(name, dataclasses.replace(size, dtype=dtype))
+    nnx.update(model, dequantized(weights, dtype))
+    return _program(model)
+
+
+def _program(model: Any) -> Program:
+    graph, state = nnx.split(model)
+    return lambda state, x: nnx.merge(graph, state)(x), state
 
 
 def of_linen(name: str, size: Size, rule: jax_splitk.QuantizationRule) -> tuple[Program, Callable[[Any], Program]]:
@@ -176,7 +203,7 @@ def _autotuning() -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def made(model: str, framework: str, size: Size, rule: jax_splitk.QuantizationRule) -> dict[str, Program]:
     """The programs "packed", "bf16" and "exact", in float32, whose weights have the same values."""
-    packed, plain = {"nnx": of_nnx, "linen": of_linen}[framework](model, size, rule)
+    packed, plain = {"nnx": of_nnx, "linen": of_linen, "qwix": of_qwix}[framework](model, size, rule)
     return {"packed": packed, "bf16": plain(jnp.bfloat16), "exact": plain(jnp.float32)}
 
 
