@@ -3,7 +3,25 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
-from benchmarks.models import audio, convnext, diffusion, efficientnet, mlp, resnet, resnet3d, unet3d
+from jax import numpy as jnp
+
+from benchmarks.models import (
+    alphazero,
+    atari,
+    audio,
+    conformer,
+    convnext,
+    diffusion,
+    efficientnet,
+    hifigan,
+    mlp,
+    regnet,
+    replknet,
+    resnet,
+    resnet3d,
+    unet3d,
+    wav2vec2,
+)
 from benchmarks.models.layers import Model
 
 # Models by name, in the order of tables. Each takes `tiny`, for a model that a CPU trains in a moment.
@@ -16,6 +34,16 @@ MODELS: Mapping[str, Callable[..., Model]] = {
     "unet_3d": unet3d.model,
     "audio_encoder": audio.model,
     "efficientnet_b0": efficientnet.model,
+    "nature_dqn": atari.dqn,
+    "impala": atari.impala,
+    "alphazero": alphazero.model,
+    "conformer_l": conformer.model,
+    "hifigan": hifigan.model,
+    "resnext50_b128": functools.partial(resnet.model, 128, resnext=True),
+    "regnetx_1_6gf": regnet.model,
+    "wav2vec2_base": wav2vec2.model,
+    "diffusion_unet_float32": functools.partial(diffusion.model, jnp.float32),
+    "replknet_31b": replknet.model,
     "mlp_4096": functools.partial(mlp.model, 4096, 14336, 16384, 1),
     "mlp_256": functools.partial(mlp.model, 256, 1024, 65536, 4),
 }

@@ -10,47 +10,36 @@ from benchmarks.models.layers import Data, Layers, Model, Params, Weights, cross
 def initial(depths: tuple[int, ...], widths: tuple[int, ...], classes: int) -> Params:
     w = Weights()
 
-    def biased(weight: np.ndarray) -> Params:
-        return {"w": weight, "b": np.zeros(weight.shape[-1], np.float32)}
-
     def block(width: int) -> Params:
         return {
-            "depthwise": biased(w.conv((7, 7), 1, width)),
+            "depthwise": w.biased(w.conv((7, 7), 1, width)),
             "norm": w.norm(width),
-            "up": biased(w.dense(width, 4 * width)),
-            "down": biased(w.dense(4 * width, width)),
+            "up": w.biased(w.dense(width, 4 * width)),
+            "down": w.biased(w.dense(4 * width, width)),
             "gamma": np.full(width, 1e-6, np.float32),
         }
 
     stages = []
     for i, (depth, width) in enumerate(zip(depths, widths, strict=True)):
-        before = (w.norm(widths[i - 1]), biased(w.conv((2, 2), widths[i - 1], width))) if i else None
+        before = (w.norm(widths[i - 1]), w.biased(w.conv((2, 2), widths[i - 1], width))) if i else None
         stages.append({"downsample": before, "blocks": [block(width) for _ in range(depth)]})
-    stem = (biased(w.conv((4, 4), 3, widths[0])), w.norm(widths[0]))
-    head = (w.norm(widths[-1]), biased(w.dense(widths[-1], classes)))
+    stem = (w.biased(w.conv((4, 4), 3, widths[0])), w.norm(widths[0]))
+    head = (w.norm(widths[-1]), w.biased(w.dense(widths[-1], classes)))
     return {"stem": stem, "stages": stages, "head": head}
 
 
 def logits(layers: Layers, params: Params, x: jax.Array) -> jax.Array:
-    def conv(x: jax.Array, p: Params, stride: int = 1, groups: int = 1) -> jax.Array:
-        y = layers.conv(x, p["w"], stride, groups=groups)
-        return y + p["b"].astype(y.dtype)
-
-    def dense(x: jax.Array, p: Params) -> jax.Array:
-        y = layers.dense(x, p["w"])
-        return y + p["b"].astype(y.dtype)
-
     def block(x: jax.Array, p: Params) -> jax.Array:
-        y = layer_norm(conv(x, p["depthwise"], groups=x.shape[-1]), p["norm"])
-        y = dense(jax.nn.gelu(dense(y, p["up"])), p["down"])
+        y = layer_norm(layers.biased_conv(x, p["depthwise"], groups=x.shape[-1]), p["norm"])
+        y = layers.biased_dense(jax.nn.gelu(layers.biased_dense(y, p["up"])), p["down"])
         return x + y * p["gamma"].astype(y.dtype)
 
     convolution, norm = params["stem"]
-    x = layer_norm(conv(x, convolution, 4), norm)
+    x = layer_norm(layers.biased_conv(x, convolution, 4), norm)
     for stage in params["stages"]:
         if stage["downsample"] is not None:
             norm, convolution = stage["downsample"]
-            x = conv(layer_norm(x, norm), convolution, 2)
+            x = layers.biased_conv(layer_norm(x, norm), convolution, 2)
         for p in stage["blocks"]:
             x = block(x, p)
     norm, head = params["head"]

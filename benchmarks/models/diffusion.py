@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.typing import DTypeLike
 
 from benchmarks.models.layers import Data, Layers, Model, Params, Weights, group_norm, normals, squared_error
 
@@ -75,15 +76,18 @@ def predicted_noise(layers: Layers, groups: int, params: Params, x: jax.Array, t
     return layers.conv(jax.nn.silu(group_norm(x, norm, groups)), head)
 
 
-def model(tiny: bool = False) -> Model:
+def model(dtype: DTypeLike = jnp.bfloat16, tiny: bool = False) -> Model:
     widths, depth, size, batch, groups = ((8, 16), 1, 8, 2, 4) if tiny else ((320, 640, 1280), 2, 64, 16, 32)
+    float32 = dtype == jnp.float32
 
     def data(rng: np.random.Generator) -> Data:
-        latents = (normals(rng, batch, size, size, CHANNELS) for _ in range(2))
+        latents = (normals(rng, batch, size, size, CHANNELS, dtype=dtype) for _ in range(2))
         return (*latents, rng.uniform(0, 1000, batch).astype(np.float32))
 
     def loss(layers: Layers, params: Params, x: jax.Array, noise: jax.Array, times: jax.Array) -> jax.Array:
         return squared_error(predicted_noise(layers, groups, params, x, times), noise)
 
-    title = f"diffusion UNet blocks, {size}, batch {batch}"
-    return Model("diffusion_unet", title, "arXiv:2112.10752", lambda: initial(widths, depth), data, loss, rate=0.005)
+    name = "diffusion_unet_float32" if float32 else "diffusion_unet"
+    title = f"diffusion UNet blocks, {size}, batch {batch}{', float32' if float32 else ''}"
+    made = lambda: initial(widths, depth)  # noqa: E731
+    return Model(name, title, "arXiv:2112.10752", made, data, loss, rate=0.005, dtype=dtype)

@@ -32,13 +32,21 @@ class Layers:
     dtype: DTypeLike = jnp.bfloat16
 
     def conv(
-        self, x: jax.Array, w: jax.Array, stride: Steps = 1, padding: Any = "SAME", groups: int = 1, dilation: int = 1
+        self,
+        x: jax.Array,
+        w: jax.Array,
+        stride: Steps = 1,
+        padding: Any = "SAME",
+        groups: int = 1,
+        lhs_dilation: int = 1,
+        rhs_dilation: int = 1,
     ) -> jax.Array:
-        """A convolution. `dilation` is the input's dilation, for a transposed convolution."""
+        """A convolution; a transposed one has an `lhs_dilation`."""
         rank = x.ndim - 2
         strides = (stride,) * rank if isinstance(stride, int) else stride
         given = {
-            "lhs_dilation": (dilation,) * rank,
+            "lhs_dilation": (lhs_dilation,) * rank,
+            "rhs_dilation": (rhs_dilation,) * rank,
             "dimension_numbers": DIMENSION_NUMBERS[rank],
             "feature_group_count": groups,
         }
@@ -55,6 +63,15 @@ class Layers:
             return jax_splitk.dot_general(x, w, dimensions, preferred_element_type=self.dtype, compute_dtype=self.dtype)
         return lax.dot_general(x, w.astype(self.dtype), dimensions, preferred_element_type=jnp.dtype(self.dtype))
 
+    def biased_conv(self, x: jax.Array, p: Params, *args: Any, **kwargs: Any) -> jax.Array:
+        """`conv` with the weight of `p`, and its bias added."""
+        y = self.conv(x, p["w"], *args, **kwargs)
+        return y + p["b"].astype(y.dtype)
+
+    def biased_dense(self, x: jax.Array, p: Params) -> jax.Array:
+        y = self.dense(x, p["w"])
+        return y + p["b"].astype(y.dtype)
+
 
 STOCK, OURS = Layers(ours=False), Layers(ours=True)
 
@@ -70,6 +87,7 @@ class Model:
       data: makes the data for `loss` from a random generator.
       loss: maps (layers, weights, *data) to a float32 scalar.
       rate: learning rate of SGD.
+      dtype: the dtype of arithmetic in a training step.
     """
 
     name: str
@@ -79,6 +97,7 @@ class Model:
     data: Callable[[np.random.Generator], Data]
     loss: Callable[..., jax.Array]
     rate: float = 0.01
+    dtype: DTypeLike = jnp.bfloat16
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -96,6 +115,9 @@ class Weights:
 
     def dense(self, channels: int, features: int) -> np.ndarray:
         return self._normal((channels, features), 1 / channels)
+
+    def biased(self, weight: np.ndarray) -> Params:
+        return {"w": weight, "b": np.zeros(weight.shape[-1], np.float32)}
 
     def norm(self, features: int, scale: float = 1.0) -> Params:
         return {"scale": np.full(features, scale, np.float32), "bias": np.zeros(features, np.float32)}
@@ -134,6 +156,21 @@ def normalized(x: jax.Array, p: Params, mean: Callable[[jax.Array], jax.Array]) 
     return (y * factor + (p["bias"] - center * factor)).astype(x.dtype)
 
 
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_weights(w: Weights, width: int) -> Params:
+    """The four projections of `attention`."""
+    return [w.biased(w.dense(width, width)) for _ in range(4)]
+
+
+def attention(layers: Layers, x: jax.Array, p: Params, heads: int) -> jax.Array:
+    """Self-attention of [batch, positions, features]."""
+    *inputs, output = p
+    q, k, v = (layers.biased_dense(x, each).reshape(*x.shape[:-1], heads, -1) for each in inputs)
+    return layers.biased_dense(jax.nn.dot_product_attention(q, k, v).reshape(x.shape), output)
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +184,6 @@ def squared_error(x: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32) - target.astype(jnp.float32)).mean()
 
 
-def normals(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Random data, in bfloat16."""
-    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+def normals(rng: np.random.Generator, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> np.ndarray:
+    """Random data."""
+    return rng.standard_normal(shape, np.float32).astype(dtype)

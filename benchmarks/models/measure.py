@@ -32,7 +32,8 @@ class Settings:
 
 
 def train_step(model: Model, layers: Layers, params: Params, *data: Any) -> tuple[Params, jax.Array]:
-    """One of SGD: (weights, loss)."""
+    """One of SGD, in the model's dtype: (weights, loss)."""
+    layers = dataclasses.replace(layers, dtype=model.dtype)
     value, gradients = jax.value_and_grad(lambda params: model.loss(layers, params, *data))(params)
     return jax.tree.map(lambda w, d: w - model.rate * d, params, gradients), value
 

@@ -39,7 +39,7 @@ def logits(layers: Layers, params: Params, x: jax.Array) -> jax.Array:
         skips.append(x)
     skips.pop()
     for transposed, first, second in params["up"]:
-        x = layers.conv(x, transposed, padding=((1, 1),) * 3, dilation=2)  # twice the size
+        x = layers.conv(x, transposed, padding=((1, 1),) * 3, lhs_dilation=2)  # twice the size
         x = lax.concatenate([x, skips.pop()], 4)
         x = conv(conv(x, first), second)
     return layers.conv(x, params["head"])

@@ -1,26 +1,32 @@
-"""benchmarks/models: the networks are those that their names say, and compute the same with lax and with jax_splitk; a
-run, its report, and to which pass a kernel belongs."""
+"""benchmarks/models: the networks are those that their names say, and compute the same with lax and with jax_splitk;
+`explain` names what computes each of their convolutions; a run, its report, and to which pass a kernel belongs."""
 
 import dataclasses
+import functools
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
+import jax_splitk
 from benchmarks import models
-from benchmarks.models import convnext, efficientnet, passes, resnet3d
+from benchmarks.models import atari, convnext, efficientnet, hifigan, passes, regnet, resnet, resnet3d, wav2vec2
 from benchmarks.models.__main__ import main
-from benchmarks.models.layers import OURS, STOCK, Layers, Model, Params
+from benchmarks.models.layers import OURS, STOCK, Layers, Model, Params, Weights
+from benchmarks.models.measure import train_step
 from benchmarks.models.passes import FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
+from jax_splitk.ops import trace
 from jax_splitk.tuning import watch
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
 
 QUICK = "audio_encoder"
-DIFFERENT = [name for name in models.MODELS if name not in ("resnet50_b32", "mlp_4096")]  # when they are tiny
+SAME = ("resnet50_b256", "resnet50_b32", "diffusion_unet", "mlp_4096")  # code that another model has, when it is tiny
+DIFFERENT = [name for name in models.MODELS if name not in SAME]
 
 
 def disturbed(model: Model, rng: np.random.Generator) -> Params:
@@ -57,7 +63,22 @@ def size(params: Params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+@pytest.fixture
+def no_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 0, which take neither time nor memory."""
+    monkeypatch.setattr(Weights, "_normal", lambda self, shape, variance: np.broadcast_to(np.float32(0), shape))
+
+
+@pytest.mark.usefixtures("no_random_weights")
 def test_sizes_are_those_of_the_papers() -> None:
+    assert size(resnet.initial(resnet.Net())) == 25_557_032
+    assert size(resnet.initial(resnet.RESNEXT)) == 25_028_904
+    assert size(regnet.initial(regnet.X_1_6GF)) == 9_190_136
+    assert size(atari.initial_dqn(84, 512)) == 1_693_362
+    assert size(hifigan.initial(hifigan.V1)) == 13_926_017
+    # The published encoder has a vector for masked frames and the scales of a weight normalization, but no head.
+    width, head = 768, 769 * wav2vec2.BASE.classes
+    assert size(wav2vec2.initial(wav2vec2.BASE)) == 94_371_712 - width - wav2vec2.TAPS + head
     assert size(convnext.initial((3, 3, 9, 3), (96, 192, 384, 768), 1000)) == 28_589_128
     assert size(resnet3d.initial((64, 128, 256, 512), 400)) == 33_371_472
     # The published 5,288,548, less two dense layers with biases for each block.
@@ -66,6 +87,32 @@ def test_sizes_are_those_of_the_papers() -> None:
     pairs = [(x * e, x // 4) for x, e in zip(widths, expansions, strict=False)]
     excitation = sum(2 * inner * squeezed + squeezed + inner for inner, squeezed in pairs)
     assert size(efficientnet.initial(efficientnet.B0, 32, 1280, 1000)) == 5_288_548 - excitation
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wav2vec2_base",
+        pytest.param("hifigan", marks=pytest.mark.exhaustive),
+        pytest.param("replknet_31b", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.usefixtures("no_random_weights")
+def test_every_convolution_is_explained(name: str) -> None:
+    (model,) = models.find([name])
+    params, data = model.initial(), model.data(np.random.default_rng(0))
+    loss = jax.make_jaxpr(functools.partial(model.loss, STOCK))(params, *data)
+    convolutions = sum(equation.primitive.name == "conv_general_dilated" for equation in trace.equations(loss.jaxpr))
+    found = jax_splitk.explain(functools.partial(train_step, model, OURS), params, *data, platform="cuda")
+    counts = {op: 0 for op in ("conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general")}
+    for decision in found.decisions:
+        assert decision.why
+        counts[decision.problem.op] += decision.count
+    assert counts["conv_wgrad"] == convolutions
+    silent = re.search(r"^(\d+) more pass", "\n".join(found.notes), re.MULTILINE)
+    implied = 2 * convolutions - 1  # nobody asks for the gradient of the model's input
+    assert counts["conv_fprop"] + counts["conv_dgrad"] + (int(silent[1]) if silent else 0) == implied
+    assert all(jnp.dtype(model.dtype).name in str(decision.problem) for decision in found.decisions)
 
 
 def test_a_run_and_what_is_added_to_its_report(
