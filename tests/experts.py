@@ -1,5 +1,6 @@
 """Grouped products with packed weights: problems, operands whose results are exact, and the results in NumPy."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,6 +8,7 @@ from jax import numpy as jnp
 
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
+from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
 from jax_splitk.problems.ragged_reference import DISTRIBUTIONS, group_sizes
 from jax_splitk.quantized import prepack
 from tests import products, ragged_dots
@@ -15,7 +17,8 @@ E4M3 = "float8_e4m3fn"
 
 
 def problem(groups: int, one: products.Case, total_groups: int = 0) -> QuantizedRaggedDotProblem:
-    """The grouped product whose product of all rows with one weight is `one`."""
+    """The grouped product whose product of all rows with one weight is `one`, which may have a bias and an
+    activation."""
     p = one.problem
     made = QuantizedRaggedDotProblem(
         groups=groups,
@@ -31,8 +34,19 @@ def problem(groups: int, one: products.Case, total_groups: int = 0) -> Quantized
         channel_dtype=p.channel_dtype,
         total_groups=total_groups,
     )
+    if set(one.after.values()) != {"none"}:
+        assert one.residual == "none", one
+        made = QuantizedRaggedEpilogueProblem(**vars(made), bias_dtype=one.bias, activation=one.activation)
     made.validate()
     return made
+
+
+def one_of(p: QuantizedRaggedDotProblem) -> products.Case:
+    """The product of all rows with one weight, and its epilogue."""
+    one = case_of(p.product)
+    if not isinstance(p, QuantizedRaggedEpilogueProblem):
+        return one
+    return dataclasses.replace(one, bias=p.bias_dtype, activation=p.activation)
 
 
 def case_of(p: QuantizedMatmulProblem) -> products.Case:
@@ -60,28 +74,30 @@ def exact(
 
     Args:
       sizes: group_sizes; None for random ones.
-      poison: puts NaN into the rows of no group, and into the scales (and zero points) of weights without rows.
+      poison: puts NaN into the rows of no group, and into the scales, zero points and biases of weights without rows.
     """
-    one, rng = case_of(p.product), np.random.default_rng([seed, p.groups])
+    one, rng = one_of(p), np.random.default_rng([seed, p.groups])
     x = products.integers(one, 1 if p.dtype == E4M3 else 2, seed)
     rest = random_sizes(p, rng) if sizes is None else [np.asarray(sizes, np.int32)]
     rows = ragged_dots.group_rows(p.m, rest[0], int(rest[1][0]) if p.has_offset else 0, p.groups)
-    out, packed = np.zeros(p.out_shape), []
+    out, packed, biases = np.zeros(p.out_shape), [], []
     for i in range(p.groups):
         q, weight = products.exact_weight(one, seed + i, one.operand)
-        out[rows[i]] = x[rows[i]] @ weight
+        bias, of_all = products.exact_epilogue(one, x @ weight, seed + i)
+        out[rows[i]] = of_all[rows[i]]
+        biases.append(bias)
         w = prepack(q)
         packed.append(
             [np.asarray(leaf) for leaf in (w.words, w.scale, w.zero_point, w.channel_scale) if leaf is not None]
         )
-    leaves = [np.stack(each) for each in zip(*packed, strict=True)]
+    leaves, after = ([np.stack(each) for each in zip(*arrays, strict=True)] for arrays in (packed, biases))
     if poison:
         free = np.ones(p.m, bool)
         for i, of in enumerate(rows):
             free[of] = False
             if of.start == of.stop:
-                for leaf in leaves[1:]:
+                for leaf in (*leaves[1:], *after):
                     leaf[i] = np.nan
         x[free] = np.nan
     want = out.astype(np.float32).astype(jnp.dtype(p.out_dtype))
-    return [x.astype(jnp.dtype(p.dtype)), *leaves, *rest], want
+    return [x.astype(jnp.dtype(p.dtype)), *leaves, *rest, *after], want
