@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax import numpy as jnp
 
+from jax_splitk.kernels.quantized.experts import FAMILY, Config
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
 from jax_splitk.problems.ragged_reference import DISTRIBUTIONS, group_sizes
 from jax_splitk.quantized import prepack
+from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import products, ragged_dots
 
 E4M3 = "float8_e4m3fn"
@@ -57,6 +60,24 @@ def case_of(p: QuantizedMatmulProblem) -> products.Case:
     return products.Case(*sizes, p.qtype, p.group_size, zero, *types)
 
 
+def random_epilogue(seed: int, *, small: bool = False) -> tuple[QuantizedRaggedEpilogueProblem, Config]:
+    """A problem with a bias or an activation whose results are exact on integers, and a legal config."""
+    rng = products.random(seed, 9)
+    case = dataclasses.replace(products.random_epilogue(rng), residual="none")
+    if case.activation == case.bias == "none":
+        case = dataclasses.replace(case, bias="bfloat16")
+    if small:
+        rows, k = min(case.rows, 60), case.k if case.group_size == case.k else min(case.k, 2 * case.group_size)
+        case = dataclasses.replace(case, rows=rows, k=k)
+    groups = int(rng.choice([1, 3, 8, 33]))
+    made: Any = problem(groups, case, groups + 3 if rng.random() < 0.3 else 0)
+    found = FAMILY.candidates(made, DEFAULT_CUDA)
+    config = found[rng.integers(len(found))]
+    if config.splits == 1:
+        config = dataclasses.replace(config, blocks=int(rng.integers(1, 8 if small else 600)))
+    return made, config
+
+
 def random_sizes(p: QuantizedRaggedDotProblem, rng: np.random.Generator) -> list[np.ndarray]:
     """group_sizes of any of the distributions whose sum is at most m, and a group_offset if the problem has one, which
     may leave some weights without a group."""
@@ -99,5 +120,5 @@ def exact(
                 for leaf in (*leaves[1:], *after):
                     leaf[i] = np.nan
         x[free] = np.nan
-    want = out.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    want = products.rounded(out, p.out_dtype)
     return [x.astype(jnp.dtype(p.dtype)), *leaves, *rest, *after], want
