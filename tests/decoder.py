@@ -79,7 +79,8 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 
 def _attention(sizes: Sizes, qkv: jax.Array, cache: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of one token [1, 3 * heads * head], and the cache [steps, 2, heads, head] with its key and value."""
+    """The attention of a token by its q, k and v [1, 3 * heads * head], and the cache [steps, 2, heads, head] with its
+    key and value."""
     q, key, value = qkv.reshape(3, sizes.heads, sizes.head)
     cache = lax.dynamic_update_index_in_dim(cache, jnp.stack([key, value]), t, 0)
     scores = jnp.einsum("hd,thd->ht", q, cache[:, 0], preferred_element_type=jnp.float32) * sizes.head**-0.5

@@ -129,7 +129,7 @@ MEMBER = jax.nn.one_hot(np.repeat(np.arange(GROUPS + 1), np.append(SIZES, M - SI
 
 
 def test_gradients() -> None:
-    """Of rows, scales and the bias of gate and up, as of the same in plain lax."""
+    """Gradients of rows, scales and the bias of gate and up are those of the same in plain lax."""
     gate, up = stack(), stack(1)
     given = (normal(M, K), gate.scale, normal(GROUPS, 2, N, seed=1))
 
