@@ -27,7 +27,8 @@ PARTS = (FORWARD, INPUT, WEIGHT, INT4, XLA)
 
 # Parts of the step, by parts of the operation's name in HLO and of the kernel's name.
 _SCOPES = {"conv_fprop": FORWARD, "conv_dgrad": INPUT, "conv_wgrad": WEIGHT, "quantized_matmul": INT4}
-_SCOPES |= {"quantized_matmul_transposed": INT4, "quantized_matmul_epilogue": INT4}
+_SCOPES |= dict.fromkeys(("quantized_matmul_transposed", "quantized_matmul_epilogue"), INT4)
+_SCOPES |= dict.fromkeys(("quantized_ragged_dot", "quantized_ragged_dot_epilogue"), INT4)
 _KERNELS = {"fprop_": FORWARD, "dgrad_": INPUT, "wgrad_": WEIGHT, "quantized_": INT4}
 _SCOPE = re.compile(r"jax_splitk\.(\w+)")
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*op_name="([^"]*)"', re.MULTILINE)

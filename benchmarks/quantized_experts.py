@@ -7,6 +7,7 @@ See README.md beside this file.
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from benchmarks.measured import Measured
 from benchmarks.ragged import MAX_SETS, ROTATED_BYTES
 from benchmarks.report import on_gpu, percent, rate, say
 from jax_splitk import kernels
+from jax_splitk.problems.epilogue import parted
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.quantized import PackedWeight
 from jax_splitk.runtime.target import local_platform, target_for
@@ -34,6 +36,7 @@ class Case:
 
     Attributes:
       balanced: every expert has the same number of rows; otherwise each token's experts are random.
+      bias, activation: what follows the product in the layer: a bias of each expert, a gated activation.
     """
 
     layer: str
@@ -46,6 +49,8 @@ class Case:
     group_size: int
     scale_dtype: str = "bfloat16"
     balanced: bool = False
+    bias: bool = False
+    activation: Any = None
 
     @property
     def name(self) -> str:
@@ -76,7 +81,7 @@ class Case:
     def shrunk(self) -> "Case":
         """The case in a size for a CPU."""
         return dataclasses.replace(
-            self, experts=max(self.chosen, self.experts // 4), k=self.k // 8 // 64 * 64, n=self.n // 16
+            self, experts=max(self.chosen, self.experts // 4), k=self.k // 8 // 64 * 64, n=self.n // 256 * 16
         )
 
     def sizes(self, seed: int) -> np.ndarray:
@@ -90,11 +95,11 @@ class Case:
 
 # Eight experts of 16 rows; both products of a layer of gpt-oss-20b, in decoding and with many tokens.
 CASES = (
-    Case("int4", 128, 1, 8, 4096, 7168, "int4", 128, balanced=True),
+    Case("int4", 128, 1, 8, 4096, 7168, "int4", 128, balanced=True, activation="swiglu"),
     *(
-        Case("gpt-oss-20b", tokens, 4, 32, 2880, n, "float4_e2m1fn", 32, "float8_e8m0fnu")
+        Case("gpt-oss-20b", tokens, 4, 32, 2880, n, "float4_e2m1fn", 32, "float8_e8m0fnu", bias=True, activation=after)
         for tokens in (1, 16, 1024)
-        for n in (5760, 2880)
+        for n, after in ((5760, "swigluoai"), (2880, None))
     ),
 )
 
@@ -107,15 +112,19 @@ class Result(Measured):
       active: experts that have rows, in the mean over the timed sizes.
       active_bytes: bytes of these experts' packed weights.
       times: "ours", "bfloat16" (`ragged_dot` of bfloat16 experts) and "dequantized" (by XLA, in the same function).
+      layer: "fused" (the product with its bias and activation in the kernel) and "separate" (in XLA's operations).
       copy_share: the time of a copy of so many bytes at the measured rate, over ours; None without a measured rate.
       error: ours, relative, against the dequantized product in float32.
+      layer_error: of "fused", relative, against the same with its bias and activation in float32.
     """
 
     active: float
     active_bytes: float
     times: dict[str, timing.Timing]
+    layer: dict[str, timing.Timing]
     copy_share: float | None
     error: float
+    layer_error: float
 
     FIGURES = (*Measured.FIGURES, "ratios")
 
@@ -169,11 +178,54 @@ def run(case: Case, options: argparse.Namespace) -> Result:
     active_bytes = active * sets[0][1].nbytes / case.experts
     measured = ceilings.measured()
     share = None if measured is None else active_bytes / measured.bytes / times["ours"].us * 1e6
+    of_layer = [(x, w, sizes, *after_product(case, sizes)) for x, w, sizes in sets]
+    functions = {"fused": functools.partial(fused, case, config), "separate": functools.partial(separate, case, config)}
+    programs = {name: compiled(function, of_layer[0]) for name, function in functions.items()}
+    layer = timing.compare(programs, of_layer, rounds=rounds)
     x, w, sizes = dense[0]
     exact = jax_splitk.ragged_dot(x.astype(jnp.float32), w.astype(jnp.float32), sizes, "highest")
     error = report.distance(np.asarray(mine(*sets[0]), np.float64), np.asarray(exact, np.float64))
+    exact, found = activated(case, exact, *of_layer[0][3:]), programs["fused"](*of_layer[0])
+    layer_error = report.distance(np.asarray(found, np.float64), np.asarray(exact, np.float64))
     entry = report.tuning_entry(decision.problem)
-    return Result(case, decision, entry, times["ours"], active, active_bytes, times, share, error)
+    figures = (active, active_bytes, times, layer, share, error, layer_error)
+    return Result(case, decision, entry, times["ours"], *figures)
+
+
+# ---- what follows a product in its layer -----------------------------------------------------------------------------
+
+
+def after_product(case: Case, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A bias of each expert, and the expert of each row."""
+    shape = (2, case.n // 2) if case.activation else (case.n,)
+    bias = jax.random.normal(jax.random.key(7), (case.experts, *shape), jnp.bfloat16) * case.bias
+    return bias, jnp.repeat(jnp.arange(case.experts), sizes, total_repeat_length=case.m)
+
+
+def fused(case: Case, config: Any, x: jax.Array, w: Any, sizes: jax.Array, bias: jax.Array, _: jax.Array) -> jax.Array:
+    weight = jax_splitk.JoinedWeight(w) if case.activation else w
+    given = {"bias": bias if case.bias else None, "activation": case.activation, "config": config}
+    return jax_splitk.ragged_dot(x, weight, sizes, **given)
+
+
+def separate(
+    case: Case, config: Any, x: jax.Array, w: Any, sizes: jax.Array, bias: jax.Array, expert: jax.Array
+) -> jax.Array:
+    return activated(case, jax_splitk.ragged_dot(x, w, sizes, config=config), bias, expert)
+
+
+def activated(case: Case, product: jax.Array, bias: jax.Array, expert: jax.Array) -> jax.Array:
+    """The bias and the activation of a product whose columns are 8 of gate and 8 of up in turn, in its dtype."""
+    if not case.activation:
+        return product + bias[expert].astype(product.dtype)
+    gate, up = parted(product)
+    if case.bias:
+        of_row = bias[expert].astype(product.dtype)
+        gate, up = gate + of_row[:, 0], up + of_row[:, 1]
+    if case.activation == "swiglu":
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
 def fastest_config(case: Case, compiled: Callable[..., Any], sets: Sequence[Any], count: int) -> Any:
@@ -207,6 +259,10 @@ def table(results: Sequence[Result]) -> str:
         "bfloat16/ours": lambda r: f"{r.ratios['bfloat16']:.2f}",
         "dequantized/ours": lambda r: f"{r.ratios['dequantized']:.2f}",
         "error": lambda r: f"{r.error:.1e}",
+        "fused us": lambda r: f"{r.layer['fused'].us:.1f}",
+        "separate us": lambda r: f"{r.layer['separate'].us:.1f}",
+        "separate/fused": lambda r: f"{r.layer['separate'].us / r.layer['fused'].us:.2f}",
+        "fused error": lambda r: f"{r.layer_error:.1e}",
         "config": lambda r: r.config,
     }
     return report.markdown([[*columns], *([cell(r) for cell in columns.values()] for r in results)])

@@ -11,6 +11,7 @@ from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
+from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime.plan import Buffer, CustomCall, DevicePlan, Im2colMap, Launch, MapParam, Pointer, TiledMap
@@ -34,6 +35,7 @@ __all__ = [
     "QuantizedEpilogueProblem",
     "QuantizedMatmulProblem",
     "QuantizedRaggedDotProblem",
+    "QuantizedRaggedEpilogueProblem",
     "QuantizedTransposedProblem",
     "RaggedDotProblem",
     "Struct",

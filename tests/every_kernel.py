@@ -811,6 +811,12 @@ def _experts() -> Iterator[Run]:
         (4, products.Case(40, 320, 136, "float4_e2m1fn", 32, None, "float8_e8m0fnu"), 0,
          config(128, 32, 3, 5, cut=True)),
         (3, products.Case(30, 256, 72, "float4_e2m1fn", 16, None, E4M3, channel=True), 6, config(64, 16, 3, 3)),
+        (4, dataclasses.replace(plain, bias="bfloat16"), 0, config(64, 16, 2, 4, cut=True)),
+        (3, products.Case(40, 256, 80, "float4_e2m1fn", 32, None, "float8_e8m0fnu", bias="bfloat16",
+                          activation="swigluoai"), 7, config(64, 16, 2, 5)),
+        (4, products.Case(30, 384, 144, "uint4", 64, "float32", out_dtype="float32", bias="float32",
+                          activation="swiglu"), 0, config(128, 32, 2, 3, cut=True)),
+        (3, products.Case(21, 256, 75, "int8", 64, **HALVES, activation="relu"), 0, config(64, 32, 2, 3)),
     ):  # fmt: skip
         yield Run(experts_family.FAMILY, experts.problem(groups, case, total), given)
     deep = dataclasses.replace(plain, k=768)
@@ -819,7 +825,9 @@ def _experts() -> Iterator[Run]:
         (3, deep, 6, config(64, 64, 8, 0, k_warpgroups=2), 2),
         (70, dataclasses.replace(deep, rows=90), 0, config(128, 32, 4, 0, k_warpgroups=2), 3),
         (3, dataclasses.replace(zero, k=1024), 0, config(64, 16, 4, 0), 4),
-    ):
+        (4, dataclasses.replace(deep, features=144, bias="float32", activation="geglu"), 0,
+         config(64, 32, 4, 0, k_warpgroups=2), 2),
+    ):  # fmt: skip
         p = experts.problem(groups, case, total)
         yield Run(experts_family.FAMILY, p, experts_family.split_tiles(p, given, splits))
 

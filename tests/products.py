@@ -126,6 +126,38 @@ def exact_epilogue(case: Case, sums: np.ndarray, seed: int) -> tuple[list[np.nda
     return list(given.values()), exact
 
 
+def random_epilogue(rng: np.random.Generator) -> Case:
+    """Any format, sizes, dtypes and epilogue whose results are exact on integers."""
+    draw = lambda *values: values[int(rng.integers(len(values)))]  # noqa: E731
+    x_dtype = draw("bfloat16", "float16", E4M3)
+    out_dtype = draw(*({"bfloat16", "float16", "float32"} - ({"float32"} if x_dtype == E4M3 else set())))
+    activation = draw("none", "relu", "silu", "gelu", "gelu_exact", *GATED)
+    if activation == "swigluoai" and out_dtype == "float32":
+        out_dtype = "bfloat16"  # its sigmoid of 7 is not 1 in float32
+    gated = activation in GATED
+    qtype, zero = draw(*formats.CASES)
+    group, k = draw((32, 64), (64, 128), (128, 128), (0, 8))
+    k *= int(rng.integers(1, 9)) if group else int(rng.integers(8, 60))
+    kind = Case(
+        int(rng.integers(1, draw(17, 65, 200))),
+        k,
+        int(rng.integers(1, 20)) * 16 if gated else int(rng.integers(1, 300)),
+        qtype,
+        group or k,
+        zero,
+        draw(*formats.FLOAT_DTYPES),
+        x_dtype,
+        out_dtype,
+        bool(rng.integers(2)),
+        bias="none",
+        activation=activation,
+        residual=draw("none", "bfloat16", "float16", "float32"),
+    )
+    if activation in ("none", "relu"):
+        return dataclasses.replace(kind, bias=draw("none" if activation == "relu" else "float16", "bfloat16"))
+    return dataclasses.replace(kind, bias=draw("bfloat16", "float32"))
+
+
 def random(*key: int) -> np.random.Generator:
     return np.random.default_rng([SEED, *key])
 

@@ -133,6 +133,18 @@ def _grouped_products() -> Iterator[tuple[str, Operation]]:
 
     dequantized = lambda x, scale: forward(x, elements * scale)  # noqa: E731
     yield "ragged_dot-packed", Operation(experts, dequantized, ((6, 3), (4, 1, 2)))
+
+    scale = jnp.array([[[1.0, 2.0]], [[2.0, 1.0]], [[0.5, 1.0]], [[1.0, 1.0]]])
+
+    def with_bias(x: jax.Array, bias: jax.Array, activation: Any = None) -> jax.Array:
+        array = jax_splitk.prepack(jax_splitk.QuantizedArray(elements, scale), stack=1)
+        return jax_splitk.ragged_dot(x, array, sizes, bias=bias, activation=activation)
+
+    plus_bias = lambda x, bias: dequantized(x, scale) + member @ bias  # noqa: E731
+    yield "ragged_dot-packed-bias", Operation(with_bias, plus_bias, ((6, 3), (4, 2)))
+    activated = lambda x, bias: with_bias(x, bias, "silu")  # noqa: E731
+    silu = lambda x, bias: jax.nn.silu(plus_bias(x, bias))  # noqa: E731
+    yield "ragged_dot-packed-bias-silu", Operation(activated, silu, ((6, 3), (4, 2)), exact=False)
     general = jax_splitk.ragged_dot_general
     yield (
         "ragged_dot_general-transposed",

@@ -28,7 +28,6 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
-from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.ragged_dot import MODES, RaggedDotProblem
 from jax_splitk.quantized.formats import FLOAT_DTYPES, FORMATS, SCALE_DTYPES
 from jax_splitk.runtime import disk
@@ -192,10 +191,10 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
             m, k, n = (8 * int(rng.integers(1, 40)) for _ in range(3))
             mode, groups = MODES[rng.integers(len(MODES))], int(rng.integers(1, 9))
             problem = RaggedDotProblem(mode, groups, m, k, n, dtype, out_dtype)
-        elif op == "quantized_ragged_dot":
+        elif op.startswith("quantized_ragged_dot"):
             fields = dict(vars(random_product(rng)))
             renamed = {"m": fields.pop("rows"), "n": fields.pop("features"), "dtype": fields.pop("x_dtype")}
-            problem = QuantizedRaggedDotProblem(groups=int(rng.integers(1, 9)), **renamed, **fields)
+            problem = OPERATIONS[op].problem(groups=int(rng.integers(1, 9)), **renamed, **fields)
         else:
             problem = OPERATIONS[op].problem(**vars(random_product(rng)))
         key = key_for(problem, target)

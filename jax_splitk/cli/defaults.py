@@ -75,6 +75,7 @@ _COMPLETE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "dot_general": _product("dtype", batch=1, lhs_order="bmk", rhs_order="bkn"),
     "quantized_matmul": _product("x_dtype", scale_dtype="bfloat16"),
     "quantized_ragged_dot": _product("dtype", scale_dtype="bfloat16"),
+    "quantized_ragged_dot_epilogue": _product("dtype", scale_dtype="bfloat16"),
     "quantized_matmul_epilogue": _product("x_dtype", scale_dtype="bfloat16"),
     "quantized_matmul_transposed": _product("x_dtype", scale_dtype="bfloat16"),
     "ragged_dot": _product("dtype", mode="forward"),

@@ -40,7 +40,24 @@ _QUANTIZED: dict[str, tuple[str, str]] = {
     "channel_dtype": _CHANNEL_DTYPE,
 }
 
+_RAGGED_QUANTIZED: dict[str, tuple[str, str]] = {
+    "groups": ("", "weights of the stack"),
+    "m": ("", "rows of lhs, of all groups together"),
+    "k": ("", "columns of lhs"),
+    "n": ("", "columns of each weight"),
+    "qtype": _QTYPE,
+    "group_size": _GROUP_SIZE,
+    "dtype": ('"bfloat16"', "dtype of lhs: bfloat16, float16 or float8_e4m3fn"),
+    "out_dtype": ("dtype", "bfloat16, float16 or float32; if lhs is float8_e4m3fn the default is bfloat16"),
+    "scale_dtype": _SCALE_DTYPE,
+    "zero_dtype": _ZERO_DTYPE,
+    "layout": _LAYOUT,
+    "channel_dtype": _CHANNEL_DTYPE,
+    "total_groups": ("0", "elements of group_sizes where group_offset is given"),
+}
+
 _BIAS = ('"none"', "dtype of the bias")
+_ACTIVATION = ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu; or gated: swiglu, geglu, swigluoai")
 _RESIDUAL = ('"none"', "dtype of the residual, an array of the result's shape that is added last")
 
 # For each operation and field: the default in words ("" if the field is required), and the meaning.
@@ -67,7 +84,7 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
     "quantized_matmul_epilogue": {
         **_QUANTIZED,
         "bias_dtype": _BIAS,
-        "activation": ('"none"', "relu, gelu (tanh), gelu_exact (erf) or silu; or gated: swiglu, geglu, swigluoai"),
+        "activation": _ACTIVATION,
         "residual_dtype": _RESIDUAL,
     },
     "quantized_matmul_transposed": {
@@ -87,21 +104,8 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "rhs_order": ('"gkn"', "a forward product's rhs in memory, the contiguous dimension last: gkn or gnk"),
         "total_groups": ("0", "elements of group_sizes where group_offset is given"),
     },
-    "quantized_ragged_dot": {
-        "groups": ("", "weights of the stack"),
-        "m": ("", "rows of lhs, of all groups together"),
-        "k": ("", "columns of lhs"),
-        "n": ("", "columns of each weight"),
-        "qtype": _QTYPE,
-        "group_size": _GROUP_SIZE,
-        "dtype": ('"bfloat16"', "dtype of lhs: bfloat16, float16 or float8_e4m3fn"),
-        "out_dtype": ("dtype", "bfloat16, float16 or float32; if lhs is float8_e4m3fn the default is bfloat16"),
-        "scale_dtype": _SCALE_DTYPE,
-        "zero_dtype": _ZERO_DTYPE,
-        "layout": _LAYOUT,
-        "channel_dtype": _CHANNEL_DTYPE,
-        "total_groups": ("0", "elements of group_sizes where group_offset is given"),
-    },
+    "quantized_ragged_dot": _RAGGED_QUANTIZED,
+    "quantized_ragged_dot_epilogue": {**_RAGGED_QUANTIZED, "bias_dtype": _BIAS, "activation": _ACTIVATION},
 }
 
 

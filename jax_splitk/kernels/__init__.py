@@ -21,7 +21,7 @@ def register(op: str, family: Family[Any, Any]) -> None:
 
     Args:
       op: "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul", "quantized_matmul_epilogue",
-        "quantized_matmul_transposed", "ragged_dot" or "quantized_ragged_dot".
+        "quantized_matmul_transposed", "ragged_dot", "quantized_ragged_dot" or "quantized_ragged_dot_epilogue".
       family: an instance of a subclass of `CudaFamily` or `Family`; its `Config` is a frozen dataclass, and no other
         family has its name or `Config`.
 

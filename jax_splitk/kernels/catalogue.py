@@ -42,5 +42,6 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "quantized_matmul_epilogue": tuple(m.FAMILY for m in (stream, fp8, tiled)),
     "quantized_matmul_transposed": (transposed.FAMILY,),
     "quantized_ragged_dot": (experts.FAMILY, experts_host.FAMILY),
+    "quantized_ragged_dot_epilogue": (experts.FAMILY,),
     "ragged_dot": tuple(module.FAMILY for module in (ragged_m, ragged_k, ragged_host)),
 }

@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.call import MEMORY, Call, Primitive
-from jax_splitk.ops.partitioning import Rule
+from jax_splitk.ops.partitioning import Place, Rule
 from jax_splitk.problems import dot_layout
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
@@ -116,7 +116,8 @@ class DotCall(Call):
         def divided(parts: Mapping[str, int]) -> DotCall:
             return self.product(avals) if any(name[0] == "k" for name in parts) else self
 
-        def finish(sums: jax.Array, *operands: jax.Array) -> jax.Array:
+        def finish(sums: jax.Array, operands: Sequence[jax.Array], place: Place) -> jax.Array:
+            del place
             return self.finished(sums, operands)
 
         return Rule((*operands, *bias, *residual), result, units, divided, finish)

@@ -22,6 +22,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
+from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.ragged_parts import in_parts
 from jax_splitk.runtime import _compat, execute
@@ -156,7 +157,7 @@ def _simpler(problem: Problem) -> tuple[Problem, str] | None:
     product without its epilogue, a grouped product of the parts of float32 numbers. None if there is none."""
     if isinstance(problem, DotProblem) and problem.epilogue:
         return problem.product, f"XLA computes the epilogue ({problem.epilogue})"
-    if isinstance(problem, QuantizedEpilogueProblem):
+    if isinstance(problem, QuantizedEpilogueProblem | QuantizedRaggedEpilogueProblem):
         return problem.sums, f"XLA computes the epilogue ({problem.epilogue})"
     if isinstance(problem, RaggedDotProblem) and (parts := in_parts(problem)) is not None:
         return parts.problem, parts.note

@@ -37,6 +37,31 @@ Spec = tuple[Axes, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """A device's place in a division.
+
+    Attributes:
+      parts: by name, into how many parts a dimension is divided.
+      axes: by name, the mesh axes that divide it.
+      sizes: of the mesh's axes.
+    """
+
+    parts: Mapping[str, int]
+    axes: Mapping[str, Axes]
+    sizes: Mapping[str, int]
+
+    def index(self, name: str) -> Any:
+        """The device's place among the parts of a dimension."""
+        axes = self.axes[name]
+        return functools.reduce(lambda major, axis: major * self.sizes[axis] + lax.axis_index(axis), axes, 0)
+
+    def whole(self, name: str, x: jax.Array) -> jax.Array:
+        """The parts of all devices of an array whose first dimension has this name."""
+        axes = self.axes.get(name, ())
+        return lax.all_gather(x, axes, tiled=True) if axes else x
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """Which dimensions of an operation may be divided.
 
@@ -46,18 +71,18 @@ class Rule:
       result: a name for each dimension of the result. Names that have a unit but are not in the result are summed over.
       units: by name, into how many parts of equal size a dimension can be cut; names that are not here stay whole.
       divided: takes the number of parts by name, and returns the call of one part (`call.Call`).
-      finish: takes the sum over the devices and the operands of one device, and returns the result; None if the sum
-        is the result.
-      localized: takes the operands of one device, the number of parts by name, and a function that gives the device's
-        place among the parts of a name; returns the operands of the call of one part. None if they are the same.
+      finish: takes the sum over the devices, the operands of one device and its place, and returns the result; None if
+        the sum is the result.
+      localized: takes the operands of one device and its place, and returns the operands of the call of one part. None
+        if they are the same.
     """
 
     operands: tuple[tuple[str, ...], ...]
     result: tuple[str, ...]
     units: Mapping[str, int]
     divided: Callable[[Mapping[str, int]], Any]
-    finish: Callable[..., jax.Array] | None = None
-    localized: Callable[[Sequence[jax.Array], Mapping[str, int], Callable[[str], Any]], Sequence[Any]] | None = None
+    finish: Callable[[jax.Array, Sequence[jax.Array], Place], jax.Array] | None = None
+    localized: Callable[[Sequence[jax.Array], Place], Sequence[Any]] | None = None
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -125,20 +150,16 @@ def _wishes(rule: Rule, operands: Sequence[Spec], result: Spec | None) -> Iterat
 
 def _local(rule: Rule, found: Division, sizes: Mapping[str, int]) -> Callable[..., jax.Array]:
     """The function of each device's operands."""
-    parts = found.parts(sizes)
-    part = rule.divided(parts)
+    place = Place(found.parts(sizes), found.axes, sizes)
+    part = rule.divided(place.parts)
     over = tuple(axis for name in rule.reductions for axis in found.axes.get(name, ()))
 
-    def index(name: str) -> Any:
-        """The device's place among the parts of a dimension."""
-        return functools.reduce(lambda major, axis: major * sizes[axis] + lax.axis_index(axis), found.axes[name], 0)
-
     def local(*operands: jax.Array) -> jax.Array:
-        out = part.bind(*(operands if rule.localized is None else rule.localized(operands, parts, index)))
+        out = part.bind(*(operands if rule.localized is None else rule.localized(operands, place)))
         if not over:
             return out
         out = lax.psum(out, over)
-        return out if rule.finish is None else rule.finish(out, *operands)
+        return out if rule.finish is None else rule.finish(out, operands, place)
 
     return local
 

@@ -6,6 +6,7 @@ from jax_splitk.ops import (
     quantized_epilogue,
     quantized_primitive,
     quantized_ragged_call,
+    quantized_ragged_epilogue,
     ragged_call,
 )
 
@@ -17,6 +18,7 @@ PRIMITIVES = (
     quantized_primitive.quantized_matmul_p,
     quantized_epilogue.quantized_epilogue_p,
     quantized_ragged_call.quantized_ragged_dot_p,
+    quantized_ragged_epilogue.quantized_ragged_epilogue_p,
     quantized_primitive.quantized_transposed_p,
     ragged_call.ragged_dot_p,
 )

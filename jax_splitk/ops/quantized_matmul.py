@@ -11,22 +11,22 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_splitk.ops import quantized_primitive
+from jax_splitk.ops.epilogue_arguments import WeightAxes, epilogue_operands, unjoined
 from jax_splitk.ops.quantized_epilogue import EpilogueCall
 from jax_splitk.ops.quantized_gradient import Back, bind_paired
 from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
-from jax_splitk.problems.dot_general import ACTIVATIONS, Activation
+from jax_splitk.problems.dot_general import Activation
 from jax_splitk.problems.epilogue import GATED, GatedActivation
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, is_weight, unwrapped
 from jax_splitk.quantized.formats import BYTE_SCALES
-from jax_splitk.quantized.joined import JoinedWeight
 from jax_splitk.quantized.matrix import features_of
 from jax_splitk.quantized.packed_weight import PackedWeight, checked, per_feature
 from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.runtime import _compat
-from jax_splitk.runtime.arguments import dtype_of, quoted, require
+from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.runtime.computation import one_computation
 from jax_splitk.tuning.options import Implementation, Options, settled
 
@@ -115,7 +115,7 @@ def quantized_matmul(
     _check_order(x, w)
     if isinstance(w, PermutedWeight):
         x, w = w.activations(x), w.weight
-    w = _joined(w, activation)
+    w = unjoined("w", w, activation)
     x = jnp.asarray(x)
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
@@ -132,7 +132,7 @@ def quantized_matmul(
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
     kept = (features // 2,) if activation in GATED else of_w.kept
     shape = (*of_w.stack, *middle, *kept)
-    after = _after(bias, residual, of_w, shape, activation)
+    after = epilogue_operands(bias, residual, of_w, shape, activation)
     x, leaves, back_leaves, after = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves), after))
     matrices = resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
     call = EpilogueCall(
@@ -163,47 +163,6 @@ def resized(x: jax.Array, size: int) -> jax.Array:
     return _compat.over_auto_axes(cut_or_padded, sharding)(x)
 
 
-def _joined(w: Any, activation: Any) -> Any:
-    """The packed weight of a JoinedWeight; another weight as it is. Raises ValueError unless the activation is known,
-    and gated if and only if the weight is joined."""
-    accepted = (*ACTIVATIONS, *GATED)
-    require(activation is None or activation in accepted, f"activation={activation!r}", f"None, {quoted(accepted)}")
-    w, joined = unwrapped(w), None
-    if isinstance(w, JoinedWeight):
-        w, joined = w.weight, w
-    given = f"activation={activation!r} and w of type {type(w if joined is None else joined).__name__}"
-    gated = "a gated activation with a jax_splitk.JoinedWeight"
-    other = "jax_splitk.join_gate_up makes one" if joined is None else quoted(GATED)
-    require((joined is not None) == (activation in GATED), given, f"{gated}: {other}")
-    return w
-
-
-def _after(bias: Any, residual: Any, of_w: "_Axes", shape: tuple[int, ...], activation: Any) -> list[jax.Array]:
-    """The bias [*stack, features], or [*stack, 2, features] for a gated activation, and the residual [*stack, rows,
-    features], as far as they are given. `shape`: that of the result."""
-    found, stack, features = [], of_w.stack, math.prod(of_w.kept)
-    if bias is not None:
-        given = jnp.asarray(bias)
-        kept = (2, features // 2) if activation in GATED else of_w.kept
-        whole = (*stack, *kept)
-        if given.shape not in (kept, whole):
-            raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {kept: 0, whole: 0}))}")
-        of_one = kept if activation in GATED else (features,)
-        found.append(jnp.broadcast_to(_in_kernels(given), whole).reshape(*stack, *of_one))
-    if residual is not None:
-        given = jnp.asarray(residual)
-        require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
-        columns = features // 2 if activation in GATED else features
-        rows = math.prod(shape[len(stack) : len(shape) - (1 if activation in GATED else len(of_w.kept))])
-        found.append(_in_kernels(given).reshape(*stack, rows, columns))
-    return found
-
-
-def _in_kernels(x: jax.Array) -> jax.Array:
-    """A bias or residual in a dtype that kernels take."""
-    return x if x.dtype.name in OUT_DTYPES else x.astype(jnp.float32)
-
-
 Weight.product = staticmethod(quantized_matmul)  # here, since a weight's own module lies below its products
 
 
@@ -214,17 +173,7 @@ def _check_order(x: Any, w: Any) -> None:
         raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Axes:
-    """The sizes of a weight's axes: those that count weights, that the product contracts, and that it keeps."""
-
-    stack: tuple[int, ...]
-    contracted: tuple[int, ...]
-    kept: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def weight_leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
+def weight_leaves(w: Any) -> tuple[Leaves, Layout, WeightAxes]:
     """The leaves of a weight, its layout, and the sizes of its axes."""
     w = unwrapped(w)
     if isinstance(w, PackedWeight):
@@ -240,7 +189,7 @@ def weight_leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
         return (
             (jnp.asarray(w.words), constant(jnp.asarray(w.scale)), zero_point, channel_scale),
             layout,
-            _Axes(w.stack, contracted, kept, w.shape),
+            WeightAxes(w.stack, contracted, kept, w.shape),
         )
     if not hasattr(w, "qvalue"):
         accepted = "QuantizedArray, PackedWeight, a qwix QArray, an AQT QTensor"
@@ -251,7 +200,7 @@ def weight_leaves(w: Any) -> tuple[Leaves, Layout, _Axes]:
     k, features = q.shape
     layout = Layout((k, features), str(q.qtype), q.group_size, None, q.channel_scale is not None)
     leaves = (q.qvalue, constant(q.scale), q.zero_point, q.channel_scale)
-    return leaves, layout, _Axes((), (k,), (features,), q.shape)
+    return leaves, layout, WeightAxes((), (k,), (features,), q.shape)
 
 
 def constant(scale: jax.Array) -> jax.Array:

@@ -8,11 +8,14 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_splitk.ops import quantized_ragged_gradient as _gradient  # noqa: F401 - the primitive's rules
+from jax_splitk.ops.epilogue_arguments import WeightAxes, epilogue_operands, unjoined
 from jax_splitk.ops.group_arguments import int32_offset, int32_sizes
 from jax_splitk.ops.quantized_matmul import constant, resized, weight_leaves
-from jax_splitk.ops.quantized_ragged_call import QuantizedRaggedCall
+from jax_splitk.ops.quantized_ragged_epilogue import RaggedEpilogueCall
 from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
+from jax_splitk.problems.dot_general import Activation
+from jax_splitk.problems.epilogue import GatedActivation
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.quantized.array import as_quantized, unwrapped
@@ -36,6 +39,8 @@ def quantized_ragged_dot(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     compute_dtype: DTypeLike | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | GatedActivation | None = None,
 ) -> jax.Array:
     """`ragged_dot` whose rhs is a stack of quantized weights; `options` are settled."""
     x, sizes = jnp.asarray(lhs), jnp.asarray(group_sizes)
@@ -44,7 +49,7 @@ def quantized_ragged_dot(
         raise NotImplementedError(f"{given}; accepted: None (jax.lax.with_sharding_constraint places the result)")
     if x.dtype.name not in _X_DTYPES:
         raise TypeError(f"lhs of dtype {x.dtype} with quantized experts; accepted: {', '.join(_X_DTYPES)}")
-    leaves, layout, (groups, k, n) = _stack(rhs)
+    leaves, layout, (groups, k, n) = _stack(unjoined("rhs", rhs, activation))
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"lhs of shape {x.shape} and quantized experts of shape {(groups, k, n)}; accepted: (m, {k})")
     offset = [] if group_offset is None else [int32_offset(group_offset)]
@@ -54,16 +59,22 @@ def quantized_ragged_dot(
     if compute_dtype is not None:
         x = x.astype(dtype_of("compute_dtype", compute_dtype, _COMPUTE_DTYPES))
     _check_limit(x, layout, options)
-    call = QuantizedRaggedCall(
+    after = epilogue_operands(bias, None, WeightAxes((groups,), (k,), (n,), (groups, k, n)), (), activation)
+    call = RaggedEpilogueCall(
         layout=layout,
         has_zero=leaves[2] is not None,
         has_offset=bool(offset),
         out_dtype=out_dtype.name,
         options=options,
+        activation=activation or "none",
+        bias=bool(after),
     )
     of_weights = [leaf for leaf in leaves if leaf is not None]
-    out = call.bind(resized(x, layout.shape[0]), *of_weights, int32_sizes(sizes), *offset)
-    return resized(out, n)
+    operands = (resized(x, layout.shape[0]), *of_weights, int32_sizes(sizes), *offset)
+    if not call.is_product and layout.shape[1] == n:
+        return call.bind(*operands, *after)
+    out = resized(call.product.bind(*operands), n)
+    return out if call.is_product else call.around(out, *operands[-1 - call.has_offset :], *after)
 
 
 def _stack(rhs: Any) -> tuple[Leaves, Layout, tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.call import Call, Primitive
-from jax_splitk.ops.partitioning import Rule
+from jax_splitk.ops.partitioning import Place, Rule
 from jax_splitk.ops.quantized_primitive import weight_axes
 from jax_splitk.ops.ragged_call import RaggedDotCall, local_groups
 from jax_splitk.problems import quantized_ragged_reference as reference
@@ -45,6 +45,11 @@ class QuantizedRaggedCall(Call):
 
     primitive = quantized_ragged_dot_p
 
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        return self.layout.shape[1]
+
     def problem(self, avals: Sequence[Any]) -> QuantizedRaggedDotProblem:
         lhs, leaves, rest = reference.split(self.layout, self.has_zero, avals)
         layout = self.layout
@@ -61,7 +66,7 @@ class QuantizedRaggedCall(Call):
 
     def type_of(self, *avals: Any) -> Any:
         lhs = avals[0]
-        out = _compat.like(lhs, (lhs.shape[0], self.layout.shape[1]), self.out_dtype)
+        out = _compat.like(lhs, (lhs.shape[0], self.columns), self.out_dtype)
         return partitioning.with_explicit_sharding(out, self, avals)
 
     # ---- among devices -----------------------------------------------------------------------------------------------
@@ -80,12 +85,10 @@ class QuantizedRaggedCall(Call):
         operands = (("m", "k"), *weight, ("sizes",), *(("offset",),) * self.has_offset)
         divided: Any = self._divided
 
-        def localized(
-            operands: Sequence[jax.Array], parts: Mapping[str, int], index: Callable[[str], Any]
-        ) -> Sequence[jax.Array]:
+        def localized(operands: Sequence[jax.Array], place: Place) -> Sequence[jax.Array]:
             lhs, (words, *_), rest = reference.split(self.layout, self.has_zero, operands)
-            groups = words.shape[0] * parts.get("g", 1)
-            return *operands[: -len(rest)], *local_groups(lhs.shape[0], groups, rest, parts, index)
+            groups = words.shape[0] * place.parts.get("g", 1)
+            return *operands[: -len(rest)], *local_groups(lhs.shape[0], groups, rest, place)
 
         return Rule(operands, ("m", "n"), units, divided, localized=localized)
 

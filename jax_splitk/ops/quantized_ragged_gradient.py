@@ -23,17 +23,22 @@ from jax_splitk.runtime import _compat
 # ---- differentiation -------------------------------------------------------------------------------------------------
 
 
-def _jvp(primals: Sequence[Any], dots: Sequence[Any], *, call: QuantizedRaggedCall) -> tuple[jax.Array, Any]:
-    out = call.bind(*primals)
+def tangent_terms(primals: Sequence[Any], dots: Sequence[Any], call: QuantizedRaggedCall) -> list[jax.Array]:
+    """The terms of the result's tangent."""
     lhs_dot, (_, *of_weight), _ = reference.split(call.layout, call.has_zero, dots)
     terms = [] if isinstance(lhs_dot, ad.Zero) else [call.bind(lhs_dot, *primals[1:])]
     moving = [i for i, dot in enumerate(of_weight) if dot is not None and not isinstance(dot, ad.Zero)]
     if moving:
-        sharding = _compat.explicit_sharding(jax.typeof(out))
+        sharding = _compat.explicit_sharding(call.type_of(*map(jax.typeof, primals)))
         automatic = _compat.over_auto_axes(_weight_term(call, moving, call.grouped(sharding)), sharding)
         given = [of_weight[i] for i in moving]
         terms.append(automatic(*primals, *given))
-    return out, tangents.summed(terms, out)
+    return terms
+
+
+def _jvp(primals: Sequence[Any], dots: Sequence[Any], *, call: QuantizedRaggedCall) -> tuple[jax.Array, Any]:
+    out = call.bind(*primals)
+    return out, tangents.summed(tangent_terms(primals, dots, call), out)
 
 
 def _weight_term(call: QuantizedRaggedCall, moving: Sequence[int], grouped: Any) -> Callable[..., jax.Array]:
@@ -90,10 +95,11 @@ taylor.define(quantized_ragged_dot_p, taylor.composed(_in_lax))
 # ---- batching --------------------------------------------------------------------------------------------------------
 
 
-def _batch(
+def batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], *, call: QuantizedRaggedCall
 ) -> tuple[jax.Array, int | None]:
-    """A mapped lhs alone has more rows; else the products are computed one after the other."""
+    """A mapped lhs alone has more rows; else the products are computed one after the other. Operands behind
+    group_sizes, such as a bias, belong to the groups."""
     if all(dim is None for dim in dims):
         return call.bind(*args), None
     if call.options.config is not None or any(dim is not None for dim in dims[1:]):
@@ -107,7 +113,7 @@ def _batch(
     return out.reshape(m, size, out.shape[-1]), 1
 
 
-batching.primitive_batchers[quantized_ragged_dot_p] = _batch
+batching.primitive_batchers[quantized_ragged_dot_p] = batch
 
 
 checkpointing.define(quantized_ragged_dot_p, lax.dot_general_p)

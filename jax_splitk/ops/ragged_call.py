@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.call import Call, Primitive
-from jax_splitk.ops.partitioning import Rule
+from jax_splitk.ops.partitioning import Place, Rule
 from jax_splitk.problems.ragged_dot import Mode, RaggedDotProblem
 from jax_splitk.problems.ragged_parts import InParts
 from jax_splitk.problems.ragged_reference import Batch, batched, bounds
@@ -105,12 +105,10 @@ class RaggedDotCall(Call):
         several = parts.get("g", 1) > 1
         return dataclasses.replace(self, groups=self.groups // parts.get("g", 1), has_offset=self.has_offset or several)
 
-    def _localized(
-        self, operands: Sequence[jax.Array], parts: Mapping[str, int], index: Callable[[str], Any]
-    ) -> Sequence[jax.Array]:
+    def _localized(self, operands: Sequence[jax.Array], place: Place) -> Sequence[jax.Array]:
         """The operands of one device: sizes of its rows, the offset of its groups."""
         lhs, rhs, *rest = operands
-        return lhs, rhs, *local_groups(lhs.shape[-2], self.groups, rest, parts, index)
+        return lhs, rhs, *local_groups(lhs.shape[-2], self.groups, rest, place)
 
     # ---- lowering ----------------------------------------------------------------------------------------------------
 
@@ -155,25 +153,23 @@ class RaggedDotCall(Call):
         return (lhs, rhs), of_lax | {"preferred_element_type": jnp.dtype(self.out_dtype)}
 
 
-def local_groups(
-    rows: int, groups: int, rest: Sequence[jax.Array], parts: Mapping[str, int], index: Callable[[str], Any]
-) -> Sequence[jax.Array]:
+def local_groups(rows: int, groups: int, rest: Sequence[jax.Array], place: Place) -> Sequence[jax.Array]:
     """group_sizes and group_offset of one device, which has some of the rows ("m") or of the matrices ("g").
 
     Args:
       rows: of the device.
       groups: matrices of all devices.
       rest: group_sizes and, if there is one, group_offset, of all devices.
-      parts, index: see `Rule.localized`.
+      place: of the device.
     """
-    sizes, *offset = rest
+    (sizes, *offset), parts = rest, place.parts
     if parts.get("m", 1) > 1:
-        begin = index("m") * rows
+        begin = place.index("m") * rows
         starts, counts = bounds(sizes, rows * parts["m"])
         inside = lambda row: jnp.clip(row - begin, 0, rows)  # noqa: E731
         sizes = inside(starts + counts) - inside(starts)
     if parts.get("g", 1) > 1:
-        first = index("g") * (groups // parts["g"])
+        first = place.index("g") * (groups // parts["g"])
         offset = [first[None] if not offset else offset[0] + first]
     return sizes, *offset
 

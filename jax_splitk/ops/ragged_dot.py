@@ -20,7 +20,8 @@ from jax_splitk.ops.quantized_ragged import quantized_ragged_dot
 from jax_splitk.ops.ragged_call import RaggedDotCall
 from jax_splitk.problems import ragged_layout
 from jax_splitk.problems.conv_reference import precision_name
-from jax_splitk.problems.dot_general import E4M3
+from jax_splitk.problems.dot_general import E4M3, Activation
+from jax_splitk.problems.epilogue import GatedActivation
 from jax_splitk.problems.ragged_reference import lax_ragged_dot_general
 from jax_splitk.quantized.array import is_weight
 from jax_splitk.runtime import _compat
@@ -46,6 +47,8 @@ def ragged_dot(
     out_sharding: Any = None,
     *,
     compute_dtype: DTypeLike | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | GatedActivation | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
     workspace_limit_bytes: int | None = None,
@@ -70,6 +73,11 @@ def ragged_dot(
     effect, as in `quantized_dot_general`. The gradient of lhs is a grouped product with the dequantized weights, which
     XLA writes to memory first; scales and floating zero points have gradients, too.
 
+    With `bias` or `activation` a row r of group i gives activation(lhs[r] @ rhs[i] + bias[i]), and a row of no group
+    zeros. As in `quantized_matmul`, it is computed in float32 of the whole sum and rounded once, in the kernel. XLA
+    computes it on a CPU, and from the rounded product where an activation is differentiated, where devices divide k,
+    and where the weights have tiles of padding in n.
+
     Args:
       lhs: [m, k], of a real floating dtype; two operands of other dtypes are left to lax.
       rhs: [g, k, n], likewise. Where the dtypes differ both are converted to the one that holds them, as in lax. Or a
@@ -86,17 +94,24 @@ def ragged_dot(
       out_sharding: as in lax, which computes the product then.
       compute_dtype: bfloat16, float16 or float32: operands are rounded to it, and sums are float32. None for the
         operands' dtype. A cotangent has the dtype of its operand, and is not rounded to `compute_dtype`.
+      bias: for a quantized rhs, added to the product: [g, n], or [n] for the same of all groups. With a gated
+        activation [g, 2, n / 2] or [2, n / 2]: the bias of the gate, and that of the other part. None: nothing is
+        added.
+      activation: for a quantized rhs: "relu", "gelu", "gelu_exact" or "silu". Or a gated one, if rhs is a stack of gate
+        and up as one (a JoinedWeight, of `join_gate_up`): "swiglu", "geglu" or "swigluoai" (gpt-oss's). See
+        `quantized_matmul`. None: none.
       implementation: "cutlass" (Hopper), "host" (CPU), "xla" (`lax.ragged_dot`), or None for the fastest that serves.
       config: a family's Config; None for the tuned or predicted one.
       workspace_limit_bytes: the most scratch memory that a kernel may ask of XLA; None for 256 MiB.
 
     Returns:
-      [m, n].
+      [m, n], or [m, n / 2] with a gated activation.
 
     Raises:
-      TypeError: shapes or dtypes that do not belong together, as from lax.
+      TypeError: shapes or dtypes that do not belong together, as from lax; `bias` or `activation` with a rhs that is
+        not quantized.
       ValueError: a group_offset of another shape, an unknown implementation, a config that is not legal; a quantized
-        rhs of another shape.
+        rhs or a bias of another shape; an unknown activation, or a gated one without a JoinedWeight.
       NotImplementedError: an explicit implementation or config that cannot serve; names the limit. Limits that depend
         on the device raise it at lowering. `out_sharding` with a quantized rhs.
       FrozenCacheMiss: at lowering, no tuning decision under `JAX_SPLITK_CACHE_MODE=frozen`.
@@ -110,7 +125,11 @@ def ragged_dot(
     if is_weight(rhs):
         options = settled("quantized_ragged_dot", asked)
         more = {"group_offset": group_offset, "out_sharding": out_sharding, "compute_dtype": compute_dtype}
+        more |= {"bias": bias, "activation": activation}
         return quantized_ragged_dot(lhs, rhs, group_sizes, options, preferred_element_type, **more)
+    for name, value in (("bias", bias), ("activation", activation)):
+        given = f"{name} with rhs of type {type(rhs).__name__}"
+        require(value is None, given, f"{name}=None, or a stack of quantized weights", TypeError)
     given = (precision, preferred_element_type, group_offset, out_sharding, compute_dtype)
     return _routed(lhs, rhs, group_sizes, _NUMBERS, *given, settled("ragged_dot", asked))
 

@@ -12,6 +12,7 @@ from jax_splitk.problems import (
     conv_reference,
     dot_reference,
     quantized_epilogue,
+    quantized_ragged_epilogue,
     quantized_ragged_reference,
     quantized_reference,
     ragged_reference,
@@ -23,6 +24,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
+from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.problems.random_operands import normals
@@ -85,6 +87,15 @@ OPERATIONS: dict[str, Operation] = {
         quantized_ragged_reference.random_operands,
         functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.ragged_dot),
         check=functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.by_blocks),
+        operand_error=lambda problem: quantized_reference.table_error(problem.product),
+        kinds=len(ragged_reference.DISTRIBUTIONS),
+    ),
+    "quantized_ragged_dot_epilogue": Operation(
+        QuantizedRaggedEpilogueProblem,
+        quantized_ragged_epilogue.random_operands,
+        functools.partial(quantized_ragged_epilogue.problem_product, grouped=ragged_reference.ragged_dot),
+        QuantizedRaggedEpilogueProblem.representatives,
+        check=functools.partial(quantized_ragged_epilogue.problem_product, grouped=ragged_reference.by_blocks),
         operand_error=lambda problem: quantized_reference.table_error(problem.product),
         kinds=len(ragged_reference.DISTRIBUTIONS),
     ),

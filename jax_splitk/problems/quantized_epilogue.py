@@ -8,13 +8,10 @@ import jax
 import numpy as np
 
 from jax_splitk.problems import quantized_reference
-from jax_splitk.problems.dot_general import ACTIVATIONS
-from jax_splitk.problems.epilogue import GATED, finished
+from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words
 from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes
-from jax_splitk.problems.quantized_matmul import OUT_DTYPES, QuantizedMatmulProblem
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import normals
-from jax_splitk.quantized.packing import GATE_BLOCK
-from jax_splitk.runtime.arguments import quoted, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +36,7 @@ class QuantizedEpilogueProblem(QuantizedMatmulProblem):
 
     def validate(self) -> None:
         super().validate()
-        for name, accepted in (
-            ("bias_dtype", ("none", *OUT_DTYPES)),
-            ("activation", ("none", *ACTIVATIONS, *GATED)),
-            ("residual_dtype", ("none", *OUT_DTYPES)),
-        ):
-            value = getattr(self, name)
-            require(isinstance(value, str) and value in accepted, f"{name}={value!r}", quoted(accepted))
-        pair = 2 * GATE_BLOCK
-        valid = not self.gated or self.features % pair == 0
-        require(valid, f"features={self.features} with {self.activation}", f"multiples of {pair}")
+        check_fields(self, "features")
 
     @property
     def gated(self) -> bool:
@@ -75,17 +63,12 @@ class QuantizedEpilogueProblem(QuantizedMatmulProblem):
     @property
     def epilogue(self) -> str:
         """The epilogue in words."""
-        parts = (
-            f"bias in {self.bias_dtype}" if self.bias_dtype != "none" else "",
-            self.activation if self.activation != "none" else "",
-            f"residual in {self.residual_dtype}" if self.residual_dtype != "none" else "",
-        )
-        return ", ".join(filter(None, parts))
+        return in_words(self.bias_dtype, self.activation, self.residual_dtype)
 
     @property
     def epilogue_operands(self) -> ArrayTypes:
         """(shape, dtype) of the bias and the residual, as far as there are any."""
-        of_bias = (2, self.features // 2) if self.gated else (self.features,)
+        of_bias = bias_shape(self.activation, self.features)
         arrays = ((of_bias, self.bias_dtype), (self.out_shape, self.residual_dtype))
         return tuple(array for array in arrays if array[1] != "none")
 

@@ -125,7 +125,7 @@ class QuantizedRaggedDotProblem:
         """The fewest bytes any implementation must move: the rows of the groups and the weights that have rows read
         once, the output written once."""
         p, one = self._whole, self.product
-        arrays = [((self.m, self.k), self.dtype), (self.out_shape, self.out_dtype)]
+        arrays = [((self.m, self.k), self.dtype), (one.out_shape, self.out_dtype)]
         weight = one.bytes_moved - sum(nbytes(*array) for array in arrays)
         rows = nbytes((p.rows, self.k), self.dtype)
         sizes = sum(nbytes(*array) for array in p.operand_types[2:])
@@ -134,7 +134,7 @@ class QuantizedRaggedDotProblem:
     def __str__(self) -> str:
         of = f" of {self.total_groups}" if self.has_offset else ""
         return (
-            f"quantized_ragged_dot {self.dtype}->{self.out_dtype} {self.m}x{self.k}x{self.n} {self.groups}{of} groups "
+            f"{self.op} {self.dtype}->{self.out_dtype} {self.m}x{self.k}x{self.n} {self.groups}{of} groups "
             f"{self.product.weight}"
         )
 
@@ -142,4 +142,4 @@ class QuantizedRaggedDotProblem:
     def brief(self) -> str:
         """Rows, k, n and groups, and what the weights are made of."""
         weight, dtypes = self.product.brief_weight, brief_dtypes(self.dtype, self.out_dtype)
-        return f"quantized_ragged_dot {self.m} x {self.k} x {self.n}, {self.groups} groups, {weight}, {dtypes}"
+        return f"{self.op} {self.m} x {self.k} x {self.n}, {self.groups} groups, {weight}, {dtypes}"

@@ -26,10 +26,16 @@ def ragged_dot(problem: QuantizedRaggedDotProblem, *operands: jax.Array, grouped
     Args:
       grouped: computes the product with dequantized weights.
     """
+    return product(*parts(problem, *operands), problem.out_dtype, grouped)
+
+
+def parts(
+    problem: QuantizedRaggedDotProblem, *operands: jax.Array
+) -> tuple[Layout, jax.Array, Leaves, Sequence[jax.Array]]:
+    """The layout of a weight, and `split` of a problem's operands."""
     p = problem
     layout = Layout((p.k, p.n), p.qtype, p.group_size, p.layout or None, p.channel_dtype != "none")
-    lhs, leaves, rest = split(layout, p.zero_dtype != "none", operands)
-    return product(layout, lhs, leaves, rest, problem.out_dtype, grouped)
+    return layout, *split(layout, p.zero_dtype != "none", operands)
 
 
 def split(layout: Layout, has_zero: bool, operands: Sequence[Any]) -> tuple[Any, Leaves, Sequence[Any]]:
@@ -52,6 +58,7 @@ def product(
     grouped: Grouped,
     *,
     transposed: bool = False,
+    rounded: bool = True,
 ) -> jax.Array:
     """The rows of lhs times their groups' weights, in out_dtype.
 
@@ -62,6 +69,7 @@ def product(
       leaves: of the stack.
       rest: group_sizes and, if there is one, group_offset.
       transposed: whether lhs [m, n] is multiplied with the transposed weights.
+      rounded: False for the sums in float32 that would be rounded to out_dtype.
     """
     weight, out = dequantized(layout, leaves), jnp.dtype(out_dtype)
     a = lhs.astype(jnp.bfloat16) if lhs.dtype.itemsize == 1 else lhs  # exact
@@ -81,23 +89,26 @@ def product(
         k=k,
         n=n,
         dtype=a.dtype.name,
-        out_dtype="float32" if factor is not None else out.name,
+        out_dtype=out.name if rounded and factor is None else "float32",
         precision="highest" if a.dtype == jnp.float32 else "default",
         rhs_order="gnk" if transposed else "gkn",
         total_groups=rest[0].shape[0] if len(rest) > 1 else 0,
     )
     result = grouped(problem, a, weight.astype(a.dtype), *rest)
-    if factor is None:
-        return result
-    return (result * factor[_weight_of_rows(problem, *rest)]).astype(out)
+    if factor is not None:
+        result = result * of_rows(factor, a.shape[0], *rest)
+    return result.astype(out) if rounded else result
 
 
-def _weight_of_rows(problem: RaggedDotProblem, sizes: jax.Array, *offset: jax.Array) -> jax.Array:
-    """The number of each row's weight, [m]; any number for a row that has none."""
-    starts, counts = ragged_reference.bounds(sizes, problem.m)
-    group = jnp.searchsorted(starts + counts, jnp.arange(problem.m, dtype=jnp.int32), side="right")
-    first = offset[0][0] if offset else 0
-    return jnp.clip(group.astype(jnp.int32) - first, 0, problem.groups - 1)
+def of_rows(each: jax.Array, m: int, sizes: jax.Array, *offset: jax.Array) -> jax.Array:
+    """What belongs to the weight of each row, [m, ...], from what belongs to each weight, [groups, ...]; zeros for a
+    row that has none."""
+    groups, ends = each.shape[0], sum(ragged_reference.bounds(sizes, m))
+    group = jnp.searchsorted(ends, jnp.arange(m, dtype=jnp.int32), side="right").astype(jnp.int32)
+    weight = group - offset[0][0] if offset else group
+    has_one = (group < sizes.shape[0]) & (weight >= 0) & (weight < groups)
+    found = each[jnp.clip(weight, 0, groups - 1)]
+    return jnp.where(has_one.reshape(m, *[1] * (each.ndim - 1)), found, jnp.zeros_like(found))
 
 
 def random_operands(problem: QuantizedRaggedDotProblem, seed: int) -> tuple[np.ndarray, ...]:

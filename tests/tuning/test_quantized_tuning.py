@@ -48,7 +48,7 @@ WGRAD = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
 def test_every_operation_is_registered() -> None:
     assert set(OPERATIONS) == set(catalogue.FAMILIES) == {
         "conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general", "quantized_matmul", "quantized_matmul_epilogue",
-        "quantized_matmul_transposed", "ragged_dot", "quantized_ragged_dot",
+        "quantized_matmul_transposed", "ragged_dot", "quantized_ragged_dot", "quantized_ragged_dot_epilogue",
     }  # fmt: skip
     # lax has a dot_general, too; a product may have more than one primitive.
     assert {primitive.name.removeprefix("jax_splitk_") for primitive in PRIMITIVES} >= set(OPERATIONS)

@@ -252,5 +252,6 @@ _FEATURES: dict[str, Callable[[Any, _Share], Features]] = {
     "quantized_ragged_dot": _of_quantized_ragged_dot,
     "quantized_matmul_transposed": _of_quantized_matmul,
     "quantized_matmul_epilogue": _of_quantized_matmul,
+    "quantized_ragged_dot_epilogue": _of_quantized_ragged_dot,
 }
 _OPERATIONS = tuple(_FEATURES)

@@ -90,6 +90,14 @@ struct Destination {
   Epilogue epilogue;
 };
 
+[[maybe_unused]] __device__ inline Output* result_of(const Destination& to) { return to.out; }
+
+// The same destination with the bias from an element of it on.
+[[maybe_unused]] __device__ inline Destination with_bias_at(Destination to, size_t first) {
+  if constexpr (BIAS != 0) to.epilogue.bias += first;
+  return to;
+}
+
 #define DESTINATION_OF_PARAMETERS \
   Destination {                   \
     out, { bias, residual }       \
@@ -107,6 +115,9 @@ struct Epilogue {
   }
 };
 using Destination = Output*;  // no struct, which would change the machine code
+
+[[maybe_unused]] __device__ inline Output* result_of(Destination to) { return to; }
+[[maybe_unused]] __device__ inline Destination with_bias_at(Destination to, size_t) { return to; }
 
 #define DESTINATION_OF_PARAMETERS out
 #define EPILOGUE_PARAMETERS

@@ -112,8 +112,9 @@ __device__ inline void exchange(const Kernel& kernel, uint32_t staging, const Pl
 #pragma unroll
       for (float& sum : v) sum *= FACTOR;
     }
-    store(kernel.g, kernel.out, staging, (at.m * M_WARPGROUPS + of) * WARPGROUP_M + thread / 32 * 16,
-          at.first_row() + chunk * 16, at.rows_end(kernel.g), v, thread % 32);
+    store(kernel.g, at.destination(kernel.g, kernel.out), staging,
+          (at.m * M_WARPGROUPS + of) * WARPGROUP_M + thread / 32 * 16, at.first_row() + chunk * 16,
+          at.rows_end(kernel.g), v, thread % 32);
   }
 }
 

@@ -4,8 +4,10 @@ from jax import numpy as jnp
 
 from jax_splitk.kernels.device import epilogue
 from jax_splitk.kernels.device.split_k import OUT_CODES
+from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
 from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime import plan
 
@@ -44,16 +46,21 @@ def last_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
     return (*channel_pointers(problem), *epilogue_pointers(problem))
 
 
-def epilogue_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
+def epilogue_pointers(problem: Problem) -> tuple[plan.Pointer, ...]:
     """The bias and the residual, if the kernel has an epilogue."""
+    count = len(problem.operand_types)
+    if isinstance(problem, QuantizedRaggedEpilogueProblem):
+        return plan.Pointer((count - 1) * (problem.bias_dtype != "none")), plan.Pointer(0)
     if not isinstance(problem, QuantizedEpilogueProblem):
         return ()
-    count = len(problem.operand_types)
     bias, residual = problem.bias_dtype != "none", problem.residual_dtype != "none"
     return plan.Pointer((count - 1 - residual) * bias), plan.Pointer((count - 1) * residual)
 
 
-def _epilogue_macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
+def epilogue_macros(problem: Problem) -> dict[str, int]:
+    """Macros of the epilogue, if the kernel has one."""
+    if isinstance(problem, QuantizedRaggedEpilogueProblem):
+        problem = problem.of_one
     if not isinstance(problem, QuantizedEpilogueProblem):
         return {}
     bias = "none" if problem.bias_dtype == "none" else "n"
@@ -69,7 +76,7 @@ def macros(problem: QuantizedMatmulProblem) -> dict[str, int]:
         "ZERO_TYPE": TYPE_CODES[problem.zero_dtype],
         "CHANNEL_SCALE": int(has_channel_scale(problem)),
         "GROUP": 0 if per_channel(problem) else problem.group_size,
-        **_epilogue_macros(problem),
+        **epilogue_macros(problem),
     }
 
 

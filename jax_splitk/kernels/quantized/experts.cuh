@@ -8,7 +8,8 @@
 // otherwise some workers have a tile more. With SPLITS above 1 there is a cluster for each tile that any
 // sizes may make; those that have none return.
 //
-// Rows of x that belong to no weight have results of zero: all thread blocks write them together.
+// Rows of x that belong to no weight have results of zero, also with an epilogue: all thread blocks write them
+// together. Each weight has a bias of its own.
 //
 // Included by tiles.cuh, where EXPERTS is not 0. Macros: EXPERTS (at least as many as there are groups),
 // HAS_OFFSET (1: a group offset is given), CUT, and those of tiles.cuh.
@@ -90,6 +91,10 @@ struct Place {
   // Copies begin at multiples of 16 bytes.
   __device__ size_t sums(const Schedule& g, int at) const { return size_t(at) * g.padded_rows + (row & ~3); }
   __device__ int first_sum() const { return row & 3; }
+  // Where results of this weight's rows go, with its own bias.
+  __device__ Destination destination(const Schedule& g, const Destination& all) const {
+    return with_bias_at(all, size_t(matrix) * g.m);
+  }
 };
 
 __device__ inline Place place_of(const Schedule& g, int tile, int) {
@@ -111,12 +116,14 @@ __device__ inline Place place_of(const Schedule& g, int tile, int) {
 
 // ---- rows of no weight -----------------------------------------------------------------------------------
 
-// Writes zeros to rows [begin, end) of the result; `thread` of `threads`.
+// Writes zeros to rows [begin, end) of the result; `thread` of `threads`. A gated result has half of the
+// columns.
 __device__ inline void clear_rows(const Args& g, Output* out, int begin, int end, int thread, int threads) {
   using Item = conditional_t<EIGHTS, uint4, Output>;
   constexpr int EACH = sizeof(Item) / sizeof(Output);
-  Item* to = reinterpret_cast<Item*>(out + size_t(begin) * g.m);
-  const size_t count = size_t(max(end - begin, 0)) * g.m / EACH;
+  const int columns = GATED ? g.m / 2 : g.m;
+  Item* to = reinterpret_cast<Item*>(out + size_t(begin) * columns);
+  const size_t count = size_t(max(end - begin, 0)) * columns / EACH;
 #pragma unroll 1
   for (size_t i = thread; i < count; i += threads) to[i] = Item{};
 }

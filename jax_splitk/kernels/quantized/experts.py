@@ -1,9 +1,10 @@
 """Kernel family: grouped products with a stack of packed weights on Hopper (device code: quantized/tiled.cu with
 EXPERTS, see quantized/experts.cuh).
 
-Each group of rows of the activation is multiplied with a quantized weight of its own, as in a mixture of experts. The
-inner loop and the tiles are those of quantized_tiled. Group sizes stay on the device: each thread block finds the
-tiles that there are. Weights whose groups have no rows are not read.
+Each group of rows of the activation is multiplied with a quantized weight of its own, as in a mixture of experts. A
+bias of each weight and an activation may follow. The inner loop, the tiles and the epilogue are those of
+quantized_tiled. Group sizes stay on the device: each thread block finds the tiles that there are. Weights whose groups
+have no rows are not read.
 """
 
 import dataclasses
@@ -277,6 +278,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
         ranges = self._ranges(problem, config) if config.splits > 1 else (0, 0)
         return {
             **tiles_of(problem).macros(problem.product, dataclasses.replace(config.tile, splits=1)),
+            **dequantize.epilogue_macros(problem),
             "SPLITS": config.splits,
             "RANGE": ranges[0],
             "LAST_RANGE": ranges[1],
@@ -322,7 +324,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
             block=(128 * (config.tile.warpgroups + 1), 1, 1),
             params=(
                 *(plan.MapParam(0), args, sizes, offset, *weight, sums, out, partials),
-                *dequantize.channel_pointers(product),
+                *(*dequantize.channel_pointers(product), *dequantize.epilogue_pointers(p)),
             ),
             shared_bytes=family.shared_bytes(product, config.tile) - static_bytes,
             cluster=(config.splits, 1, 1),
@@ -335,7 +337,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
             kernel=self.kernel_name(p, "_reduce"),
             grid=(max(1, rest) * (tile_bytes(config.tile) // CHUNK_BYTES), 1, 1),
             block=(128, 1, 1),
-            params=(args, sizes, offset, partials, out),
+            params=(args, sizes, offset, partials, out, *dequantize.epilogue_pointers(p)),
             programmatic=True,
         )
         return (*first, main, adds_slots)

@@ -430,10 +430,11 @@ struct Loop {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ Args args, const int* sizes,
              const int* offset, const uint8_t* words, const uint8_t* scale, const uint8_t* zero,
-             const float* sums, Output* out, float* partials CHANNEL_PARAMETER) {
+             const float* sums, Output* out, float* partials CHANNEL_PARAMETER EPILOGUE_PARAMETERS) {
   __shared__ Tiles tiles;
   if (threadIdx.x < 32) find_tiles(args, sizes, offset, tiles);
-  run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, Schedule{args, tiles}, out, partials);
+  run(Loop{{words, scale, zero, CHANNEL_ARGUMENT}, sums}, x_map, Schedule{args, tiles},
+      DESTINATION_OF_PARAMETERS, partials);
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)

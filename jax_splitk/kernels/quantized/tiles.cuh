@@ -174,6 +174,7 @@ struct Place {
   // The index of the first sum of x that is copied from such a row of them, and the tile's first one there.
   __device__ size_t sums(const Schedule& g, int row) const { return (size_t(row) * g.tiles_n + n) * TILE_N; }
   __device__ int first_sum() const { return 0; }
+  __device__ const Destination& destination(const Schedule&, const Destination& all) const { return all; }
 };
 
 __device__ inline Place place_of(const Schedule& g, int tile, int rank) {
@@ -507,8 +508,8 @@ __device__ inline void store_piece(const Kernel& kernel, const Piece& piece, con
       float v[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = acc[8 * j + i];
-      store(kernel.g, kernel.out, staging, m, at.first_row() + 16 * j, at.rows_end(kernel.g), v,
-            role.thread % 32);
+      store(kernel.g, at.destination(kernel.g, kernel.out), staging, m, at.first_row() + 16 * j,
+            at.rows_end(kernel.g), v, role.thread % 32);
     }
   }
 }
@@ -535,19 +536,22 @@ __device__ inline void add_slots(const Schedule& g, int before, int range_blocks
   }
   const Place at = place_of(g, before + tile, rank);
   const int warp = threadIdx.x / 32;
-  store(g, out, shared_address(staging[warp]), (at.m * M_WARPGROUPS + warpgroup) * WARPGROUP_M + warp * 16,
-        at.first_row() + chunk * 16, at.rows_end(g), v, threadIdx.x % 32);
+  store(g, at.destination(g, out), shared_address(staging[warp]),
+        (at.m * M_WARPGROUPS + warpgroup) * WARPGROUP_M + warp * 16, at.first_row() + chunk * 16, at.rows_end(g),
+        v, threadIdx.x % 32);
 }
 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(128)
     KERNEL(_reduce)(const __grid_constant__ Args args, const int* sizes, const int* offset, float* partials,
-                    Output* out) {
+                    Output* out EPILOGUE_PARAMETERS) {
   __shared__ Tiles tiles;
   if (threadIdx.x < 32) find_tiles(args, sizes, offset, tiles);
   __syncthreads();
   const int before = tiles.whole_tiles * args.workers, tile = int(blockIdx.x) / (STORE_CHUNKS * M_WARPGROUPS);
-  if (before + tile < tiles.count) add_slots({args, tiles}, before, tiles.range_blocks, partials, out);
+  if (before + tile < tiles.count) {
+    add_slots({args, tiles}, before, tiles.range_blocks, partials, DESTINATION_OF_PARAMETERS);
+  }
 }
 #else
 extern "C" __global__ void __launch_bounds__(128)
@@ -587,7 +591,7 @@ __device__ inline void run(const Loop& loop, const TensorMap& x_map, const Sched
   } else {
     __syncthreads();
 #if EXPERTS
-    if (!begin_work(g, out)) return;
+    if (!begin_work(g, result_of(out))) return;
 #endif
     if constexpr (SPLIT) cluster_arrive_relaxed();
   }

@@ -130,7 +130,36 @@ def test_formats(case: products.Case) -> None:
         check(p, configs[rng.integers(2)], int(rng.integers(100)))
 
 
+# ---- epilogues -------------------------------------------------------------------------------------------------------
+
+WITH_BIAS = experts.problem(5, products.Case(70, 384, 144, bias="bfloat16", activation="swiglu"), 7)
+
+
+@pytest.mark.parametrize("config", [
+    Config(64, 16, 2, 3), Config(64, 16, 2, 4, cut=True), Config(128, 32, 2, 1, cut=True),
+    split_tiles(WITH_BIAS, Config(64, 16, 3, 0), 2),
+], ids=str)  # fmt: skip
+def test_each_row_has_its_weights_bias(config: Config) -> None:
+    """Rows of no group are zeros, and half as many columns as a weight's are cleared."""
+    for seed in range(2):
+        check(WITH_BIAS, config, seed)
+
+
+@pytest.mark.parametrize("seed", thinned(range(24), 6))
+def test_random_epilogues(seed: int) -> None:
+    p, config = experts.random_epilogue(seed, small=True)
+    check(p, config, seed)
+
+
 # ---- machine code ----------------------------------------------------------------------------------------------------
+
+
+def test_epilogues_do_not_spill() -> None:
+    """Compiles the most sums, and the fewest registers."""
+    p = experts.problem(
+        8, products.Case(4096, 4096, 4096, "float4_e2m1fn", 32, bias="float32", activation="geglu", channel=True)
+    )
+    check_all([every_kernel.Run(FAMILY, p, config) for config in (Config(128, 256, 3, 132), Config(64, 16, 3, 396))])
 
 
 def test_zero_points_in_clusters_do_not_spill() -> None:
