@@ -14,6 +14,7 @@ from benchmarks import language_models as models
 from benchmarks.quantized_models import dequantized
 from jax_splitk.layers import flax_linen
 from jax_splitk.quantized import PackedWeight
+from tests.exhaustive import crossed
 from tests.layers.compared import check_close, check_products, filled, relative, tokens
 from tests.problems import seeded
 
@@ -62,8 +63,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, None])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "dtype"), crossed([*LAYERS], ["bfloat16", None]))
 def test_layers_add_biases_and_promote_as_before(name: str, dtype: Any) -> None:
     layer, shape = LAYERS[name]
     layer = layer.clone(dtype=dtype)
