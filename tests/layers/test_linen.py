@@ -25,7 +25,9 @@ def variables_of(model: linen.Module, x: Any, rng: np.random.Generator) -> Any:
     return filled(jax.eval_shape(model.init, jax.random.key(0), x), rng)
 
 
-@pytest.mark.parametrize(("name", "remat"), [("llama", False), ("qwen", True), ("gemma", False)])
+@pytest.mark.parametrize(("name", "remat"), [
+    ("llama", False), ("qwen", True), pytest.param("gemma", False, marks=pytest.mark.exhaustive)
+])  # fmt: skip
 def test_scanned_models_run_on_packed_weights(name: str, remat: bool) -> None:
     _, layer, tied, products = models.MODELS[name]
     with seeded(0) as rng:

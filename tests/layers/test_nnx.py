@@ -59,7 +59,9 @@ def check_model(of: type, args: Any, size: models.Size, products: int) -> None:
         check_close(run(model, x), run(plain, x), exact)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("qwen", 2), ("gemma", 2)])
+@pytest.mark.parametrize(("name", "layers"), [
+    pytest.param("llama", 4, marks=pytest.mark.exhaustive), ("qwen", 2), ("gemma", 2)
+])  # fmt: skip
 def test_models_run_on_packed_weights(name: str, layers: int) -> None:
     layer, _, tied, products = models.MODELS[name]
     size = dataclasses.replace(models.SMALL, layers=layers)
