@@ -1,6 +1,7 @@
 """Tests that `make test-all` runs and `make test` leaves out."""
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,4 +14,18 @@ def thinned(values: Iterable[Any], every: int, name: Callable[[Any], str] = str)
     for i, value in enumerate(values):
         given = value if isinstance(value, tuple) else (value,)
         found.append(pytest.param(*given, id=name(value), marks=[pytest.mark.exhaustive] * (i % every > 0)))
+    return found
+
+
+def crossed(*axes: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: all combinations of the axes' values, for `make test-all`. `make test` runs as many of them
+    as the longest axis has values, which have each value of each axis. A tuple stands for several arguments."""
+    turns = range(max(map(len, axes)))
+    quick = [tuple((turn + j * (turn // len(axis))) % len(axis) for j, axis in enumerate(axes)) for turn in turns]
+    found = []
+    for at in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[i] for axis, i in zip(axes, at, strict=True)]
+        given = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+        marks = [pytest.mark.exhaustive] * (at not in quick)
+        found.append(pytest.param(*given, id="-".join(map(str, values)), marks=marks))
     return found

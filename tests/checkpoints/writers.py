@@ -1,4 +1,4 @@
-"""Checkpoints by the published layout of each format, element by element, with the values that its library computes.
+"""Checkpoints by the published layout of each format, with the values that its library computes.
 
 Nothing here uses the package's readers.
 """
@@ -13,17 +13,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.formats import NF4
+
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 @dataclasses.dataclass
@@ -79,18 +76,16 @@ def save(folder: pathlib.Path, written: Written, stem: str = "layers.0.up") -> p
 
 def words(elements: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
     """int32 words: position i of a word has bits i * bits on, and holds the element order[i] of those that share it."""
-    elements = np.moveaxis(elements, axis, -1)
-    count = 32 // bits
-    order = tuple(range(count)) if order is None else order
-    packed = np.zeros((*elements.shape[:-1], -(-elements.shape[-1] // count)), np.uint32)
-    for place in np.ndindex(packed.shape):
-        *rest, word = place
-        value = 0
-        for i in range(count):
-            if word * count + order[i] < elements.shape[-1]:
-                value |= int(elements[(*rest, word * count + order[i])]) << (bits * i)
-        packed[place] = value
+    elements, count = np.moveaxis(elements, axis, -1), 32 // bits
+    whole = np.pad(elements, [(0, 0)] * (elements.ndim - 1) + [(0, -elements.shape[-1] % count)])
+    parts = whole.astype(np.uint32).reshape(*elements.shape[:-1], -1, count)[..., order or range(count)]
+    packed = np.bitwise_or.reduce(parts << np.arange(0, 32, bits, dtype=np.uint32), -1)
     return np.moveaxis(packed.view(np.int32), -1, axis)
+
+
+def product(elements: np.ndarray, scale: np.ndarray, dtype: Any) -> np.ndarray:
+    """The product in float64, rounded once."""
+    return (elements * scale.astype(np.float64)).astype(dtype)
 
 
 def scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float16) -> np.ndarray:
@@ -120,12 +115,7 @@ def gptq(
         index = rng.permutation(index)
     scale = scales(rng, (groups, n), dtype)
     codes = codes_around(rng, zeros[index], (k, n), bits)
-    expected = np.empty((k, n), dtype)
-    for row in range(k):
-        for column in range(n):
-            group_of = index[row]
-            product = float(codes[row, column] - zeros[group_of, column]) * float(scale[group_of, column])
-            expected[row, column] = product
+    expected = product(codes - zeros[index], scale[index], dtype)
     tensors = {
         ".qweight": words(codes, bits, 0),
         ".qzeros": words(zeros - (1 if version == 1 else 0), bits, 1),
@@ -143,11 +133,7 @@ def awq(rng: np.random.Generator, k: int, n: int, group: int, *, symmetric: bool
     codes = rng.integers(0, 16, (k, n))
     scale = scales(rng, (k // group, n))
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    expected = np.empty((k, n), np.float16)
-    for row in range(k):
-        for column in range(n):
-            difference = float(codes[row, column] - zeros[row // group, column])
-            expected[row, column] = difference * float(scale[row // group, column])
+    expected = product(codes - zeros.repeat(group, 0), scale.repeat(group, 0), np.float16)
     tensors = {".qweight": words(codes, 4, 1, order), ".qzeros": words(zeros, 4, 1, order), ".scales": scale}
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return Written(tensors, config, expected)
@@ -166,11 +152,7 @@ def pack_quantized(
     index = np.arange(k) // size
     if act_order:
         index = rng.permutation(index)
-    expected = np.empty((k, n), dtype)
-    for row in range(n):
-        for column in range(k):
-            difference = float(codes[row, column] - zero[row, index[column]])
-            expected[column, row] = difference * float(scale[row, index[column]])
+    expected = product((codes - zero[:, index]).T, scale[:, index].T, dtype)
     tensors = {
         ".weight_packed": words(codes + half, bits, 1),
         ".weight_scale": scale,
@@ -212,22 +194,18 @@ def nf4(
         table = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
         outer = rng.uniform(0.01, 0.05, -(-count // 256)).astype(np.float32)
         offset = 0.07324218
-        absmax = np.empty(count, np.float32)
-        for i in range(count):
-            absmax[i] = np.float32(table[levels[i]] * outer[i // 256]) + np.float32(offset)
+        absmax = table[levels] * outer.repeat(256)[:count] + np.float32(offset)
         tensors |= {".weight.absmax": levels, ".weight.nested_absmax": outer, ".weight.nested_quant_map": table}
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
     else:
         absmax = rng.uniform(0.01, 0.2, count).astype(np.float32)
         tensors[".weight.absmax"] = absmax
-    packed = np.zeros(-(-n * k // 2), np.uint8)
+    high, low = np.pad(codes, (0, n * k % 2)).reshape(-1, 2).T
+    packed = (high << 4 | low).astype(np.uint8)
     table = np.array(NF4, np.float32)
-    expected = np.empty((k, n), np.float32)
-    for i in range(n * k):
-        packed[i // 2] |= codes[i] << (4 if i % 2 == 0 else 0)
-        expected[i % k, i // k] = table[codes[i]] * absmax[i // block]
+    expected = (table[codes] * absmax.repeat(block)[: n * k]).reshape(n, k).T
     tensors[".weight"] = packed[:, None].view(np.uint8) if storage == np.uint8 else packed.view(storage)[:, None]
-    tensors[".weight.quant_map"] = np.array(NF4, np.float32)
+    tensors[".weight.quant_map"] = table
     tensors[".weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     return Written(tensors, config, expected)
@@ -244,10 +222,8 @@ def mxfp4(
     """gpt-oss's experts."""
     codes = rng.integers(0, 16, (experts, n, k))
     scale = rng.integers(*exponents, (experts, n, k // 32)).astype(np.uint8)
-    expected = np.empty((experts, k, n), BF16)
-    for expert, row, column in np.ndindex(codes.shape):
-        value = E2M1[codes[expert, row, column]] * 2.0 ** (int(scale[expert, row, column // 32]) - 127)
-        expected[expert, column, row] = value
+    powers = np.exp2(scale.astype(np.float64) - 127).repeat(32, -1)
+    expected = product(E2M1[codes], powers, BF16).swapaxes(1, 2)
     blocks = bytes_of(codes).reshape(experts, n, k // 32, 16)
     return Written({"_blocks": blocks, "_scales": scale}, {"quant_method": "mxfp4"}, expected, "")
 
@@ -258,11 +234,8 @@ def nvfp4(rng: np.random.Generator, k: int, n: int, *, library: str) -> Written:
     scale = rng.uniform(0.1, 448, (n, k // 16)).astype(E4M3)
     divides = library == "compressed-tensors"
     whole = np.float32(rng.uniform(2000, 9000) if divides else rng.uniform(1e-4, 5e-4))
-    expected = np.empty((k, n), np.float32)
-    for row, column in np.ndindex(codes.shape):
-        one = np.float32(scale[row, column // 16])
-        one = one / whole if divides else one * whole
-        expected[column, row] = np.float32(E2M1[codes[row, column]]) * one
+    each = scale.astype(np.float32).repeat(16, 1)
+    expected = (E2M1[codes] * (each / whole if divides else each * whole)).T
     if divides:
         tensors = {".weight_packed": bytes_of(codes), ".weight_scale": scale, ".weight_global_scale": whole[None]}
         weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
@@ -275,9 +248,8 @@ def nvfp4(rng: np.random.Generator, k: int, n: int, *, library: str) -> Written:
 def fp8_blocks(rng: np.random.Generator, k: int, n: int, block: tuple[int, int] = (128, 128)) -> Written:
     weight = rng.standard_normal((n, k)).astype(E4M3)
     scale = rng.uniform(0.01, 0.1, (-(-n // block[0]), -(-k // block[1]))).astype(np.float32)
-    expected = np.empty((k, n), np.float32)
-    for row, column in np.ndindex(weight.shape):
-        expected[column, row] = np.float32(weight[row, column]) * scale[row // block[0], column // block[1]]
+    each = scale.repeat(block[0], 0).repeat(block[1], 1)[:n, :k]
+    expected = (weight.astype(np.float32) * each).T
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     return Written({".weight": weight, ".weight_scale_inv": scale}, config, expected)
 
@@ -294,9 +266,7 @@ def fp8(rng: np.random.Generator, k: int, n: int, *, shape: tuple[int, ...]) -> 
     """compressed-tensors' float-quantized; `shape` of the scales: (n, 1), (1,) or ()."""
     weight = rng.standard_normal((n, k)).astype(E4M3)
     scale = scales(rng, shape, BF16)
-    expected = np.empty((k, n), BF16)
-    for row, column in np.ndindex(weight.shape):
-        expected[column, row] = float(weight[row, column]) * float(scale.ravel()[row if scale.size > 1 else 0])
+    expected = product(weight.astype(np.float64), scale, BF16).T
     weights = {"num_bits": 8, "type": "float", "symmetric": True}
     return Written({".weight": weight, ".weight_scale": scale}, compressed("float-quantized", weights), expected)
 
@@ -305,9 +275,7 @@ def int8(rng: np.random.Generator, k: int, n: int, *, zeros: bool = False) -> Wr
     weight = rng.integers(-128, 128, (n, k)).astype(np.int8)
     scale = scales(rng, (n, 1), np.float32)
     zero = rng.integers(-128, 128, (n, 1)).astype(np.int8) if zeros else np.zeros((n, 1), np.int8)
-    expected = np.empty((k, n), np.float32)
-    for row, column in np.ndindex(weight.shape):
-        expected[column, row] = np.float32(int(weight[row, column]) - int(zero[row, 0])) * scale[row, 0]
+    expected = ((weight - zero.astype(np.float32)) * scale).T
     tensors = {".weight": weight, ".weight_scale": scale, ".weight_zero_point": zero}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": not zeros}
     return Written(tensors, compressed("int-quantized", weights), expected)

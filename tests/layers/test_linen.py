@@ -14,6 +14,7 @@ from benchmarks import language_models as models
 from benchmarks.quantized_models import dequantized
 from jax_splitk.layers import flax_linen
 from jax_splitk.quantized import PackedWeight
+from tests.exhaustive import crossed
 from tests.layers.compared import check_close, check_products, filled, relative, tokens
 from tests.problems import seeded
 
@@ -24,7 +25,9 @@ def variables_of(model: linen.Module, x: Any, rng: np.random.Generator) -> Any:
     return filled(jax.eval_shape(model.init, jax.random.key(0), x), rng)
 
 
-@pytest.mark.parametrize(("name", "remat"), [("llama", False), ("qwen", True), ("gemma", False)])
+@pytest.mark.parametrize(("name", "remat"), [
+    ("llama", False), ("qwen", True), pytest.param("gemma", False, marks=pytest.mark.exhaustive)
+])  # fmt: skip
 def test_scanned_models_run_on_packed_weights(name: str, remat: bool) -> None:
     _, layer, tied, products = models.MODELS[name]
     with seeded(0) as rng:
@@ -62,8 +65,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, None])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "dtype"), crossed([*LAYERS], ["bfloat16", None]))
 def test_layers_add_biases_and_promote_as_before(name: str, dtype: Any) -> None:
     layer, shape = LAYERS[name]
     layer = layer.clone(dtype=dtype)

@@ -17,6 +17,7 @@ from benchmarks import language_models as models
 from benchmarks.quantized_models import dequantized
 from jax_splitk.layers import flax_nnx
 from jax_splitk.quantized import PackedWeight
+from tests.exhaustive import crossed
 from tests.layers.compared import check_close, check_products, filled, relative, tokens
 from tests.problems import seeded
 
@@ -58,7 +59,9 @@ def check_model(of: type, args: Any, size: models.Size, products: int) -> None:
         check_close(run(model, x), run(plain, x), exact)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 4), ("qwen", 2), ("gemma", 2)])
+@pytest.mark.parametrize(("name", "layers"), [
+    pytest.param("llama", 4, marks=pytest.mark.exhaustive), ("qwen", 2), ("gemma", 2)
+])  # fmt: skip
 def test_models_run_on_packed_weights(name: str, layers: int) -> None:
     layer, _, tied, products = models.MODELS[name]
     size = dataclasses.replace(models.SMALL, layers=layers)
@@ -83,8 +86,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, None])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "dtype"), crossed([*LAYERS], ["bfloat16", None]))
 def test_layers_add_biases_and_promote_as_before(name: str, dtype: Any) -> None:
     """Exact on integers. A layer of no dtype computes in that of inputs, bias and scales together."""
     make, shape = LAYERS[name]

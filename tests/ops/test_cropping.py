@@ -16,7 +16,7 @@ from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.operations import OPERATIONS
 from tests import float64
-from tests.problems import conv, seeded
+from tests.problems import conv, seeded, together
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA:CPU is what is wrong by itself")
 
@@ -77,17 +77,16 @@ def test_fprop_and_dgrad_are_exact_on_integers(plain: bool) -> None:
             p = dataclasses.replace(random_problem(rng, plain, other=i % 2 > 0), batch_group_count=1)
             shapes = (p.lhs_shape, p.rhs_shape, p.g_shape)
             lhs, rhs, g = (rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes)
-            given = arguments(p)
-            fprop = jax.jit(lambda x, w, given=given: jax_splitk.conv_fprop(x, w, **given))
-            dgrad = jax.jit(lambda g, w, given=given, p=p: jax_splitk.conv_dgrad(g, w, p.lhs_shape, **given))
-            for run, kind, operands, expected in (
-                (fprop, ConvFpropProblem, (lhs, rhs), float64.conv_fprop_on_host(p, lhs, rhs)),
-                (dgrad, ConvDgradProblem, (g, rhs), float64.conv_dgrad_on_host(p, g, rhs)),
-            ):
-                np.testing.assert_array_equal(run(*operands), expected, err_msg=str(p))
-                problem = kind(**{field.name: getattr(p, field.name) for field in dataclasses.fields(p)})
-                reference = jax.jit(OPERATIONS[problem.op].reference, static_argnums=0)
-                np.testing.assert_array_equal(reference(problem, *operands), expected, err_msg=str(problem))
+            forward, back = (kind(**vars(p)) for kind in (ConvFpropProblem, ConvDgradProblem))
+            found = together((
+                lambda x, w, g, p=p: jax_splitk.conv_fprop(x, w, **arguments(p)),
+                lambda x, w, g, forward=forward: OPERATIONS[forward.op].reference(forward, x, w),
+                lambda x, w, g, p=p: jax_splitk.conv_dgrad(g, w, p.lhs_shape, **arguments(p)),
+                lambda x, w, g, back=back: OPERATIONS[back.op].reference(back, g, w),
+            ), lhs, rhs, g)  # fmt: skip
+            expected = float64.conv_fprop_on_host(p, lhs, rhs), float64.conv_dgrad_on_host(p, g, rhs)
+            for out, of_pass in zip(found, (expected[0], expected[0], expected[1], expected[1]), strict=True):
+                np.testing.assert_array_equal(out, of_pass, err_msg=str(p))
 
 
 @pytest.mark.parametrize(("size", "window", "stride", "padding"), [(96, 2, 8, 2), (64, 3, 4, 3), (64, 1, 2, 1)])

@@ -113,27 +113,26 @@ def _rarely(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize("jitted", ["jit", _rarely("eager"), "disable_jit"])
-@pytest.mark.parametrize(("flag", "context"), [
-    ("nans and infs", functools.partial(_flags, "jax_debug_nans", "jax_debug_infs")),
-    # The strictest level: what passes it passes "disallow", and "log" has nothing to say.
-    ("transfers", functools.partial(jax.transfer_guard, "disallow_explicit")),
-    _rarely("checks and tracer leaks", functools.partial(_flags, "jax_enable_checks", "jax_check_tracer_leaks")),
-])  # fmt: skip
-def test_every_operation_under_a_debugging_flag(flag: str, context: Callable[[], Any], jitted: str) -> None:
+@pytest.mark.parametrize("flags", [
+    ("jax_debug_nans", "jax_debug_infs"), _rarely(("jax_enable_checks", "jax_check_tracer_leaks")),
+], ids="-".join)  # fmt: skip
+def test_every_operation_under_debugging_flags(flags: tuple[str, ...], jitted: str) -> None:
+    """The guard against transfers of constants is at its strictest level: what passes it passes "disallow", and "log"
+    has nothing to say. The flags themselves read results."""
     failed = {}
     jax.clear_caches()  # constants are met where a function is traced first
-    # Under disable_jit JAX transfers the constants of any gradient one by one, which the guard refuses: of lax's, too.
-    own = flag == "transfers" and jitted == "disable_jit"
     for name, (function, operands) in operations().items():
-        if own and name.startswith("gradients"):
-            continue
         placed = jax.device_put(operands)
+        # Under disable_jit JAX transfers the constants of any gradient one by one, which the guard refuses: of lax's,
+        # too.
+        own = jitted == "disable_jit" and name.startswith("gradients")
+        guard = contextlib.nullcontext() if own else jax.transfer_guard_host_to_device("disallow_explicit")
         try:
-            with context(), jax.disable_jit(jitted == "disable_jit"):
+            with _flags(*flags), guard, jax.disable_jit(jitted == "disable_jit"):
                 (jax.jit(function) if jitted == "jit" else function)(*placed)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
-    assert not failed, flag
+    assert not failed
 
 
 def test_a_users_nan_is_found() -> None:

@@ -15,6 +15,7 @@ import jax_splitk
 from jax_splitk.problems import dot_reference, random_operands
 from jax_splitk.problems.dot_general import DotProblem
 from tests import dots
+from tests.exhaustive import crossed
 from tests.problems import SEED
 
 NONE = ((), ())
@@ -48,8 +49,7 @@ def test_the_reference_is_float64s(after: dict[str, Any]) -> None:
     assert problem.bytes_moved - problem.product.bytes_moved == sum(x.nbytes for x in operands[2:])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("activation", "dtype"), crossed(list(ACTIVATIONS), ["float32", "bfloat16"]))
 def test_values_and_gradients_are_plain_jaxs(activation: str, dtype: str) -> None:
     """Results are rounded once, at the end; each cotangent has its operand's dtype."""
     x, w, bias, residual, cotangent = normals((6, 4, 40), (40, 24), (24,), (6, 4, 24), (6, 4, 24))

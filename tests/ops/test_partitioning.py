@@ -27,6 +27,7 @@ from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET, TARGETS
 from jax_splitk.tuning import certainty, watch
 from tests.convolutions import Conv
+from tests.exhaustive import crossed
 from tests.problems import generator
 
 pytestmark = [
@@ -81,8 +82,7 @@ BOTH = ("data", "model")
 
 
 # lhs and g: batch, rows and channels of each device's part.
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("conv", "lhs_spec", "g_spec", "out_spec", "lhs", "g", "exchanged"), [
+@pytest.mark.parametrize(("kind", "conv", "lhs_spec", "g_spec", "out_spec", "lhs", "g", "exchanged"), crossed(KINDS, [
     (CONV, ("data",), ("data",), (), "4x6x5x8", "4x6x5x16", ONE_SUM),
     (CONV, (BOTH,), (BOTH,), (), "1x6x5x8", "1x6x5x16", ONE_SUM),
     (CONV, ("data",), (), (), "4x6x5x8", "4x6x5x16", ONE_SUM),
@@ -95,7 +95,7 @@ BOTH = ("data", "model")
     (NCHW, ("data",), ("data", "model"), ("model",), "4x6x5x8", "4x6x5x4", ONE_SUM),
     (POINTWISE, ("data", "model"), ("data", "model"), (), "4x2x5x8", "4x2x5x16", ONE_SUM),
     (dataclasses.replace(CONV, strides=(2, 1)), ("data",), ("data",), (), "4x6x5x8", "4x3x5x16", ONE_SUM),
-], ids=str)  # fmt: skip
+]))  # fmt: skip
 def test_weight_gradient(
     kind: str, conv: Conv, lhs_spec: Any, g_spec: Any, out_spec: Any, lhs: str, g: str, exchanged: dict[str, int]
 ) -> None:
@@ -114,8 +114,7 @@ def test_weight_gradient(
 
 
 # specs: of lhs and the weight, or of g and the weight. lhs and g: each device's part.
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("op", "conv", "specs", "out_spec", "lhs", "g", "exchanged"), [
+@pytest.mark.parametrize(("kind", "op", "conv", "specs", "out_spec", "lhs", "g", "exchanged"), crossed(KINDS, [
     ("fprop", CONV, (("data",), ()), ("data",), "4x6x5x8", "4x6x5x16", {}),
     ("fprop", CONV, (("data",), CHANNELS_LAST), ("data", None, None, "model"), "4x6x5x8", "4x6x5x4", {}),
     ("fprop", GROUPED, (CHANNELS_LAST, CHANNELS_LAST), CHANNELS_LAST, "8x6x5x2", "8x6x5x4", {}),
@@ -124,7 +123,7 @@ def test_weight_gradient(
     ("dgrad", CONV, (("data", None, None, "model"), CHANNELS_LAST), ("data",), "4x6x5x8", "4x6x5x4", ONE_SUM),
     ("dgrad", CONV, ((), (None, None, "model")), CHANNELS_LAST, "8x6x5x2", "8x6x5x16", {}),
     ("dgrad", dataclasses.replace(NCHW, strides=(2, 1)), (("data",), ()), ("data",), "4x6x5x8", "4x3x5x16", {}),
-], ids=str)  # fmt: skip
+]))  # fmt: skip
 def test_other_passes(
     kind: str, op: str, conv: Conv, specs: Any, out_spec: Any, lhs: str, g: str, exchanged: dict[str, int]
 ) -> None:
@@ -245,14 +244,13 @@ def weights() -> list[jax.Array]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("x_spec", "w_specs", "local"), [
+@pytest.mark.parametrize(("kind", "x_spec", "w_specs", "local"), crossed(KINDS, [
     (("data",), [(), (), ()], {"lhs 4x6x5x8 g 4x6x5x8"}),
     ((BOTH,), [(), (), ()], {"lhs 1x6x5x8 g 1x6x5x8"}),
     # Column parallel, then row parallel, then replicated.
     (("data",), [CHANNELS_LAST, (None, None, "model"), ()],
      {"lhs 4x6x5x8 g 4x6x5x2", "lhs 4x6x5x2 g 4x6x5x8", "lhs 4x6x5x8 g 4x6x5x8"}),
-], ids=["data", "data over all", "tensor"])  # fmt: skip
+]))  # fmt: skip
 def test_training_steps_equal_those_of_one_device(kind: str, x_spec: Any, w_specs: Any, local: set[str]) -> None:
     if kind == "explicit" and any(w_specs):
         pytest.skip("explicit axes want an out_sharding of each convolution: the next test")
@@ -468,15 +466,19 @@ def close(one: Any, other: Any) -> None:
     np.testing.assert_allclose(one, other, rtol=0, atol=2e-3 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("w", "x_spec", "w_spec", "group_spec", "out_spec", "local", "exchanged"), [
+_QUANTIZED = [
     ({}, ("data",), P(), None, ("data",), "x 4x512 w 512x512 int4 group 64", {}),
     ({}, ("data",), BY_COLUMN, None, BOTH, "x 4x512 w 512x128 int4 group 64", {}),
     ({"symmetric": False}, ("data",), BY_COLUMN, None, BOTH, "x 4x512 w 512x128 int4 group 64", {}),
     ({}, BOTH, BY_ROW, None, ("data",), "x 4x128 w 128x512 int4 group 64", ONE_SUM),
     ({"group": 128}, BOTH, BY_ROW, None, ("data",), "x 4x128 w 128x512 int4 group 128", ONE_SUM),
     ({"group": None}, BOTH, BY_ROW, P(), ("data",), "x 4x128 w 128x512 int4 group 128", ONE_SUM),
-], ids=str)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "w", "x_spec", "w_spec", "group_spec", "out_spec", "local", "exchanged"), crossed(KINDS, _QUANTIZED)
+)
 def test_quantized_product(
     kind: str, w: Any, x_spec: Any, w_spec: P, group_spec: P | None, out_spec: Any, local: str, exchanged: Any
 ) -> None:
@@ -511,8 +513,7 @@ def test_what_packing_does_not_let_be_cut_is_gathered(
     assert any(f"sharded along {name}, which is gathered" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("gated", "by_row"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("kind", "gated", "by_row"), crossed(KINDS, [False, True], [False, True]))
 def test_quantized_product_with_an_epilogue(kind: str, gated: bool, by_row: bool) -> None:
     """By columns each device computes its part of the epilogue, and a gated one has gate and up. By rows the epilogue
     is computed once, from the sum."""

@@ -24,6 +24,7 @@ from jax_splitk.tuning import buckets, key
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import select
 from tests import products
+from tests.exhaustive import thinned
 from tests.problems import SEED, generator, on_device, together
 from tests.products import GATED, Case, error, exact_epilogue, exact_weight, integers, with_epilogue
 
@@ -186,7 +187,7 @@ def test_joined_weights_are_saved(tmp_path: pathlib.Path) -> None:
 # ---- gradients and transformations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["none", *PLAIN, *JAX])
+@pytest.mark.parametrize("activation", thinned(["none", *PLAIN, *JAX], 2))
 def test_values_and_gradients_are_plain_jaxs(activation: str) -> None:
     """Gradients of x, the scales, bias and residual, in reverse and forward mode, and with remat."""
     gated = activation in JAX

@@ -16,7 +16,7 @@ from jax_splitk import quantized_matmul
 from jax_splitk.kernels.cpu import quantized as quantized_host
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
-from tests.exhaustive import thinned
+from tests.exhaustive import crossed, thinned
 from tests.formats import CASES, GROUPS, Foreign, every_code
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
@@ -166,7 +166,7 @@ def test_numpy_activations() -> None:
 # ---- differentiation -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "zero", "group", "x_dtype", "tolerance"), [
+@pytest.mark.parametrize(("form", "name", "zero", "group", "x_dtype", "tolerance"), crossed(list(FORMS), [
     ("int4", None, 32, "float32", 2e-6),
     ("uint4", "float32", 64, "float32", 2e-6),
     ("int8", "bfloat16", 128, "float32", 1e-2),
@@ -175,8 +175,7 @@ def test_numpy_activations() -> None:
     ("float4_e2m1fn", None, 32, "bfloat16", 1e-2),
     ("uint4", "float32", 384, "bfloat16", 1e-2),
     ("int4", "float32", 64, "float16", 2e-3),
-])  # fmt: skip
-@pytest.mark.parametrize("form", FORMS)
+]))  # fmt: skip
 def test_cotangents(form: str, name: str, zero: str | None, group: int, x_dtype: str, tolerance: float) -> None:
     """The reference is the dequantized product, differentiated by jax in float32."""
     q, _ = every_code(name, 384, 37, group, zero, "float32", channel=group != 64)

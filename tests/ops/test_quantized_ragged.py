@@ -25,6 +25,7 @@ from jax_splitk.runtime.plan import HOST_EXPERTS_TARGET, HOST_RAGGED_TARGET, LAU
 from jax_splitk.tuning.key import problem_as_dict, problem_from_dict
 from tests import experts, products, ragged_dots
 from tests.checkpoints import writers
+from tests.exhaustive import crossed
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, explained, partitioned
 from tests.problems import generator, together
 
@@ -60,9 +61,7 @@ def error(out: Any, exact: np.ndarray) -> float:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "array"])
-@pytest.mark.parametrize("qtype", FORMATS)
+@pytest.mark.parametrize(("qtype", "packed", "implementation"), crossed([*FORMATS], [True, False], [None, "xla"]))
 def test_formats(qtype: str, packed: bool, implementation: Any) -> None:
     """The kernel takes packed weights; it is called with rows of every dtype, the others with each dtype once."""
     limits = (("float32", 1e-6), ("bfloat16", 2**-8), ("float16", 2**-11))
@@ -397,14 +396,13 @@ def placed(put: Callable[..., Any], w: PackedWeight, *spec: Any) -> PackedWeight
 
 
 @several
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("x_spec", "w_spec", "local", "exchanged"), [
+@pytest.mark.parametrize(("kind", "x_spec", "w_spec", "local", "exchanged"), crossed(KINDS, [
     (("data",), (), "32x512x256 8 groups", {}),
     ((), ("model",), "64x512x256 2 of 8 groups", ONE_SUM),
     (("data",), ("model",), "32x512x256 2 of 8 groups", ONE_SUM),
     ((), (None, "model"), "64x512x64 8 groups", {}),
     ((None, "model"), (None, None, "model"), "64x128x256 8 groups", ONE_SUM),
-])  # fmt: skip
+]))  # fmt: skip
 def test_divided_among_devices(kind: str, x_spec: Any, w_spec: Any, local: str, exchanged: Any) -> None:
     w, x = eight(), jnp.asarray(generator(476).integers(-2, 3, (64, 512)), jnp.bfloat16)
     product = functools.partial(ragged_dot, preferred_element_type="float32")

@@ -24,6 +24,7 @@ from jax_splitk.problems.ragged_reference import by_blocks, ragged_dot
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, ragged_dots
 from tests.every_kernel import ragged_config
+from tests.exhaustive import crossed
 from tests.kernels.ragged.test_ragged import family_of
 from tests.kernels.wgrad.test_gather import truncated_sum
 from tests.problems import seeded
@@ -106,8 +107,7 @@ def test_one_product_serves_unless_k_is_long() -> None:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "precision"), crossed([*PROBLEMS], PRECISIONS))
 def test_exact_on_integers(name: str, precision: str) -> None:
     """One operand has integers of 24 bits (16 at the precisions that have three products), of which three are not zero
     in a sum, and the other has small ones."""

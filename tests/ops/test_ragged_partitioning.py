@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from benchmarks import experts
+from tests.exhaustive import crossed
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, explained, partitioned
 from tests.problems import generator
 
@@ -43,8 +44,7 @@ def contraction(x: jax.Array, y: jax.Array, sizes: Any) -> jax.Array:
     return jax_splitk.ragged_dot_general(x, y, sizes, CONTRACTION)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("x_spec", "w_spec", "out_spec", "local", "exchanged"), [
+@pytest.mark.parametrize(("kind", "x_spec", "w_spec", "out_spec", "local", "exchanged"), crossed(KINDS, [
     ((BOTH,), (), (BOTH,), "8x16x32 8 groups", {}),
     ((), ("model",), (), "64x16x32 2 of 8 groups", ONE_SUM),
     (("data",), ("model",), ("data",), "32x16x32 2 of 8 groups", ONE_SUM),
@@ -52,7 +52,7 @@ def contraction(x: jax.Array, y: jax.Array, sizes: Any) -> jax.Array:
     ((), (None, None, "model"), (None, "model"), "64x16x8 8 groups", {}),
     (("data",), (None, None, "model"), BOTH, "32x16x8 8 groups", {}),
     (("data", "model"), ("data", "model"), ("data",), "32x4x32 8 groups", {"all-gather": 1, "all-reduce": 1}),
-])  # fmt: skip
+]))  # fmt: skip
 def test_forward(kind: str, x_spec: Any, w_spec: Any, out_spec: Any, local: str, exchanged: Any) -> None:
     with partitioned(kind) as put:
         placed = put(X, *x_spec), put(W, *w_spec), put(SIZES)
@@ -91,10 +91,9 @@ def test_the_gradient_of_sharded_experts_is_sharded() -> None:
     np.testing.assert_array_equal(out, contraction(X, Y, SIZES))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("x_spec", "w_spec"), [
+@pytest.mark.parametrize(("kind", "x_spec", "w_spec"), crossed(KINDS, [
     (("data",), ("model",)), ((BOTH,), ()), ((), ("model", None, "data")), (("data",), ("data", None, "model")),
-])  # fmt: skip
+]))  # fmt: skip
 def test_gradients_equal_those_of_one_device(kind: str, x_spec: Any, w_spec: Any) -> None:
     def loss(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         return jnp.sum(forward(x, w, sizes) ** 2)

@@ -66,7 +66,7 @@ def half_steps(q: QuantizedArray, value: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "zero", "group", "scale_dtype"), thinned([(*case, *group) for case in CASES for group in GROUPS], 3)
+    ("name", "zero", "group", "scale_dtype"), thinned([(*case, *group) for case in CASES for group in GROUPS], 5)
 )
 def test_every_code_decodes_exactly(name: str, zero: str | None, group: int, scale_dtype: str) -> None:
     q, expected = every_code(name, 384, 5, group, zero, scale_dtype)
@@ -115,7 +115,7 @@ def test_astype_leaves_scales_of_a_byte() -> None:
         *((32, "bfloat16"), (64, "float16"), (128, "float32"), (None, "bfloat16")),
         *((32, E8M0), (16, "float8_e4m3fn"), (None, E8M0)),
     )
-], 3))  # fmt: skip
+], 5))  # fmt: skip
 def test_error_is_at_most_half_a_step(name: str, symmetric: bool, group: int | None, scale_dtype: str) -> None:
     w = normals(256, 9) * jnp.exp2(jnp.arange(-4.0, 5.0)) + (0 if symmetric else 1)
     how = {"group_size": group, "symmetric": symmetric, "scale_dtype": scale_dtype}
@@ -166,7 +166,7 @@ def test_one_sided_weights_use_all_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "symmetric", "scale_dtype"), thinned([(*form, dtype) for form in FORMS for dtype in SCALE_DTYPES], 2)
+    ("name", "symmetric", "scale_dtype"), thinned([(*form, dtype) for form in FORMS for dtype in SCALE_DTYPES], 4)
 )
 def test_extreme_weights(name: str, symmetric: bool, scale_dtype: str) -> None:
     """From below the smallest float32 that XLA:CPU does not flush to the largest: with powers of two as scales a tenth
@@ -190,7 +190,7 @@ def test_extreme_weights(name: str, symmetric: bool, scale_dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "symmetric", "scale_dtype"),
-    thinned([(*form, dtype) for form in FORMS for dtype in (*FLOAT_DTYPES, E8M0)], 2),
+    thinned([(*form, dtype) for form in FORMS for dtype in (*FLOAT_DTYPES, E8M0)], 3),
 )
 def test_a_group_with_a_bad_number_is_nan_and_the_others_are_as_they_were(
     name: str, symmetric: bool, scale_dtype: str

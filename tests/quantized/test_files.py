@@ -2,12 +2,13 @@
 
 import ast
 import dataclasses
+import gc
 import json
 import os
 import pathlib
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +37,13 @@ from tests.problems import generator
 
 # orbax drops coroutines that it has not awaited where a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dropped_coroutines_end_here() -> Iterator[None]:
+    yield
+    gc.collect()
+
 
 # ---- the kinds of file: what writes a tree, and what reads it, with a target or without ------------------------------
 

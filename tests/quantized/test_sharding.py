@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk import PackedWeight, dequantize, prepack, quantize, quantized_matmul, shardings, unpack
 from jax_splitk.quantized.formats import QType
-from tests.exhaustive import thinned
+from tests.exhaustive import crossed, thinned
 from tests.problems import generator, on_device
 
 pytestmark = [
@@ -294,8 +294,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["shardy", "explicit"])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(("name", "kind"), crossed([*PRODUCTS], ["shardy", "explicit"]))
 def test_products_over_devices(kind: str, name: str) -> None:
     given, x_spec, w_spec = PRODUCTS[name]
     w = given()
@@ -403,9 +402,7 @@ def test_wrong_shards(shards: Any) -> None:
         weight(128, 64, shards=shards)
 
 
-@pytest.mark.parametrize("kind", ["shardy", "explicit"])
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("by_k", [True, False], ids=["k", "features"])
+@pytest.mark.parametrize(("devices", "kind", "by_k"), crossed([2, 4, 8], ["shardy", "explicit"], [True, False]))
 def test_2880_over_devices(kind: str, devices: int, by_k: bool) -> None:
     shape, spec = ((2880, 128), ("tp", None)) if by_k else ((128, 2880), (None, "tp"))
     shards = (devices, 1) if by_k else (1, devices)

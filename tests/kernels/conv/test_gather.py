@@ -26,7 +26,7 @@ def few_blocks(plan: DevicePlan) -> DevicePlan:
     return dataclasses.replace(plan, launches=(dataclasses.replace(launch, grid=(min(x, 2), y, z)),))
 
 
-@pytest.mark.parametrize(("p", "config"), thinned(GATHER.runs, 5))
+@pytest.mark.parametrize(("p", "config"), thinned(GATHER.runs, 10))
 def test_tiles_that_take_turns_are_exact(p: Any, config: gather.Config) -> None:
     emulated.check(GATHER.of(p), p, config, change=few_blocks)
 

@@ -16,7 +16,7 @@ from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, Quantized
 from jax_splitk.quantized import QuantizedArray, prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.target import Target
-from tests.exhaustive import thinned
+from tests.exhaustive import crossed, thinned
 from tests.formats import CASES, GROUPS, SCALE_DTYPES
 from tests.products import Case, as_float32_product, error, exact_weight, integers, normal, operands, rounded
 
@@ -58,7 +58,7 @@ def product(case: Case, config: Config, q: QuantizedArray, x: Any) -> np.ndarray
 
 
 @pytest.mark.parametrize(
-    ("name", "zero", "group", "scale_dtype"), thinned([(*c, *g) for g in GROUPS for c in CASES], 3)
+    ("name", "zero", "group", "scale_dtype"), thinned([(*c, *g) for g in GROUPS for c in CASES], 5)
 )
 def test_one_hot_activations_decode_every_code(name: str, zero: str | None, group: int, scale_dtype: str) -> None:
     x_dtype, out_dtype = X_DTYPES[group % 3], OUT_DTYPES[(group + len(name)) % 3]
@@ -88,9 +88,9 @@ def test_integers_are_exact(seed: int) -> None:
     np.testing.assert_array_equal(product(case, config, q, x), rounded(x @ weight, case.out_dtype), err_msg=str(case))
 
 
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("x_dtype", X_DTYPES)
-@pytest.mark.parametrize("name", ["int4", "float8_e4m3fn", "nf4"])
+@pytest.mark.parametrize(("name", "x_dtype", "out_dtype"), crossed(
+    ["int4", "float8_e4m3fn", "nf4"], X_DTYPES, ["float32", "bfloat16"]
+))  # fmt: skip
 def test_error_is_no_larger_than_that_of_a_float32_product(name: str, x_dtype: str, out_dtype: str) -> None:
     case = Case(13, 1024, 96, name, 64, None, "bfloat16", x_dtype, out_dtype)
     (q, weight), x = case.every_code(), normal(case)

@@ -219,7 +219,7 @@ DECODED += [
     )
 ]
 DECODED = list(dict.fromkeys(DECODED))
-FEW = DECODED[::7]
+FEW = DECODED[::14]
 
 
 @pytest.mark.parametrize("case", [

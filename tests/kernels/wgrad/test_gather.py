@@ -91,12 +91,12 @@ def order_of(steps: int) -> list[tuple[int, int, int]]:
     return [(step, *parts) for step in range(steps) for parts in SMALL] + [(step, 0, 0) for step in range(steps)]
 
 
-@pytest.mark.parametrize("steps", CHAINS)
-def test_chains_keep_float32s_accuracy(steps: int) -> None:
+def test_chains_keep_float32s_accuracy() -> None:
     """There are 25088 pixels in 44 splits, where XLA's float32 has an error of 2.3e-7 on an H200."""
     before = [(step, *parts) for step in range(2) for parts in ((0, 0), *reversed(SMALL))]
     assert 5e-7 < chain_error(before, 44, 18) < 6.5e-7
-    assert chain_error(order_of(steps), 44, 36 // steps) < 2.5e-7
+    for steps in CHAINS:
+        assert chain_error(order_of(steps), 44, 36 // steps) < 2.5e-7
 
 
 # Warpgroups of several blocks, whose chains end one after the other, by (blocks, steps of a chain).

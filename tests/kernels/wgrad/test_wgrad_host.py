@@ -19,7 +19,7 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import Target
-from tests.exhaustive import thinned
+from tests.exhaustive import crossed, thinned
 from tests.float64 import conv_wgrad_on_host
 from tests.on_gpu import xla
 from tests.problems import conv
@@ -126,8 +126,7 @@ LARGER = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("problem", LARGER, ids=str)
+@pytest.mark.parametrize(("problem", "dtype"), crossed(LARGER, DTYPES))
 def test_error_is_no_larger_than_xlas(problem: ConvWgradProblem, dtype: str) -> None:
     problem = dataclasses.replace(problem, dtype=dtype, out_dtype=dtype)
     lhs, g = normals(problem, np.random.default_rng(0))
