@@ -115,7 +115,7 @@ class _TimedLock:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of its processes that have ended, workers included."""
+    """The processor time of this process and of its processes that have ended, workers included."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in used)
 
