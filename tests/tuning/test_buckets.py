@@ -68,8 +68,8 @@ def conv(dilation: int, padding: tuple[int, int], taps: int = 7) -> ConvFpropPro
 
 
 @pytest.mark.parametrize(("dilation", "padding", "taps", "expected"), [
-    (3, (9, 9), 7, (3, 3)), (5, (15, 15), 7, (3, 3)), (4, (24, 0), 7, (6, 0)), (2, (1, 1), 2, None), (3, (0, 0), 7, None),
-    (3, (12, 6), 7, (4, 2)), (2, (7, 5), 7, None), (3, (9, 12), 7, None), (1, (3, 3), 7, None),
+    (3, (9, 9), 7, (3, 3)), (5, (15, 15), 7, (3, 3)), (4, (24, 0), 7, (6, 0)), (2, (1, 1), 2, None),
+    (3, (0, 0), 7, None), (3, (12, 6), 7, (4, 2)), (2, (7, 5), 7, None), (3, (9, 12), 7, None), (1, (3, 3), 7, None),
 ])  # fmt: skip
 def test_a_dilated_filter_has_a_representative_of_the_same_sizes(
     dilation: int, padding: tuple[int, int], taps: int, expected: tuple[int, int] | None
