@@ -135,6 +135,17 @@ class ConvProblem:
         """None: each family says for itself what it refuses."""
         return None
 
+    def representatives(self) -> tuple["ConvProblem", ...]:
+        """Problems whose decision may hold for this one: the same sums with a filter without dilation. Padding must
+        make up for the filter's reach, so that sizes stay the same."""
+        if set(self.rhs_dilation) == {1}:
+            return ()
+        window = list(zip(self.padding, self.kernel_spatial, self.rhs_dilation, strict=True))
+        if any(low % d or high % d or low + high != d * (taps - 1) for (low, high), taps, d in window if d > 1):
+            return ()
+        padding = tuple((low // d, high // d) for (low, high), _, d in window)
+        return (dataclasses.replace(self, padding=padding, rhs_dilation=(1,) * self.rank),)
+
     @property
     def flops(self) -> int:
         return 2 * math.prod(self.g_shape) * self.taps * self.group_channels[0]

@@ -47,7 +47,7 @@ class Operation:
       operand_error: function of a problem: the relative error of results by kernels that round operands which the
         reference does not round.
       represented: function of a problem: problems for which its decision may hold, one for each kernel that it may
-        need.
+        need. None of convolutions: a cache has the kernels of the dilations that were lowered with it.
     """
 
     problem: type[Any]
@@ -61,7 +61,8 @@ class Operation:
 
 
 def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]) -> Operation:
-    return Operation(problem, _normal_operands, lambda problem, x, y: reference(x, y, problem))
+    operands, representatives = _normal_operands, ConvProblem.representatives
+    return Operation(problem, operands, lambda problem, x, y: reference(x, y, problem), representatives)
 
 
 def _normal_operands(problem: Problem, seed: int) -> tuple[np.ndarray, ...]:

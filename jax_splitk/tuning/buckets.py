@@ -1,8 +1,10 @@
-"""Decisions that hold for several problems: for products with somewhat fewer rows, or with an epilogue.
+"""Decisions that hold for several problems: for products with somewhat fewer rows or with an epilogue, and for
+convolutions with a dilated filter.
 
-The time of a config depends on how many tiles the rows fill. A problem names its representatives: problems whose rows
-fill the same tiles, or nearly so (`QuantizedMatmulProblem.representatives`). The first representative decides whose
-config is legal for the problem, and loses little there according to the cost model.
+A problem names its representatives. The time of a product's config depends on how many tiles the rows fill: problems
+whose rows fill the same tiles, or nearly so, have one representative (`QuantizedMatmulProblem.representatives`). That
+of a convolution has no dilation (`ConvProblem.representatives`). The first representative decides whose config is legal
+for the problem, and loses little there according to the cost model.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Decisions that serve fewer rows than their own: which, when, and what they may cost."""
+"""Decisions that serve fewer rows than their own, or a dilated filter: which, when, and what they may cost."""
 
 import dataclasses
 import itertools
@@ -11,6 +11,8 @@ import pytest
 
 import jax_splitk
 from jax_splitk.kernels.quantized import fp8, stream, tiled
+from jax_splitk.problems.conv_passes import ConvFpropProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import buckets, decide, entry, lookup, measurement, model, search, select, tuner
@@ -54,6 +56,42 @@ def decided(key: Key, choice: Candidate | None = None, us: float = 5.0, xla_us: 
 def test_the_rows_that_decide(rows: int, expected: list[int]) -> None:
     assert [p.rows for p in problem(rows).representatives()] == expected
     assert [p for p in problem(rows).representatives() if p != problem(p.rows)] == []
+
+
+def conv(dilation: int, padding: tuple[int, int], taps: int = 7) -> ConvFpropProblem:
+    """A forward pass in 1D, with sizes of a vocoder's layer."""
+    size = 8192 + sum(padding) - dilation * (taps - 1)
+    fields = (16, (8192,), (size,), (taps,), 32, 32, (1,), (padding,), (1,), (dilation,), 1, "float32", "float32")
+    found = ConvFpropProblem(*fields)
+    found.validate()
+    return found
+
+
+@pytest.mark.parametrize(("dilation", "padding", "taps", "expected"), [
+    (3, (9, 9), 7, (3, 3)), (5, (15, 15), 7, (3, 3)), (4, (24, 0), 7, (6, 0)), (2, (1, 1), 2, None),
+    (3, (0, 0), 7, None), (3, (12, 6), 7, (4, 2)), (2, (7, 5), 7, None), (3, (9, 12), 7, None), (1, (3, 3), 7, None),
+])  # fmt: skip
+def test_a_dilated_filter_has_a_representative_of_the_same_sizes(
+    dilation: int, padding: tuple[int, int], taps: int, expected: tuple[int, int] | None
+) -> None:
+    problem = conv(dilation, padding, taps)
+    found = list(OPERATIONS[problem.op].representatives(problem))
+    assert found == ([] if expected is None else [conv(1, expected, taps)])
+
+
+def test_a_decision_serves_dilated_filters_where_the_model_says_so(cache: pathlib.Path) -> None:
+    """Otherwise the problem has a decision of its own: here its config would be a third slower with more dilation."""
+    own = key_for(conv(1, (3, 3)), DEFAULT_CUDA)
+    entry = decided(own)
+    put(cache, own, entry.dumps())
+    near, far = (key_for(conv(d, (3 * d, 3 * d)), DEFAULT_CUDA) for d in (3, 5))
+    assert buckets.to_tune(near, LIMIT) == [own, near]
+    assert buckets.to_tune(far, LIMIT) == [far]
+    found = decided_here(near)
+    assert found is not None
+    assert (found.entry.key, found.entry.choice) == (near, entry.choice)
+    assert found.where.startswith("user cache, decision of ((3, 3),) padding, (1,) rhs_dilation")
+    assert buckets.derived(far, Found(entry, "user cache"), LIMIT) is None
 
 
 def test_they_follow_the_tiles_of_the_kernels() -> None:

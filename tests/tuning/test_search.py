@@ -15,6 +15,7 @@ from benchmarks.cases import Case
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems import random_operands
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import execute, toolchain
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -250,6 +251,25 @@ def test_xla_runs_on_every_input_set_once(wanted: int, monkeypatch: pytest.Monke
     for result, expected, inputs in zip(got, ours.run(), bench._inputs, strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(result, lax_wgrad(*inputs, TINY), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpu_gets_one_set_of_operands_and_copies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy has memory of its own, so that inputs rotate past the caches."""
+    drawn = []
+    draw = OPERATIONS["conv_wgrad"].random_operands
+    monkeypatch.setitem(
+        OPERATIONS,
+        "conv_wgrad",
+        dataclasses.replace(OPERATIONS["conv_wgrad"], random_operands=lambda *of: drawn.append(of) or draw(*of)),
+    )
+    bench = Bench(TINY.problem(), "cuda", threading.Event())
+    assert len(drawn) == 1 and len(bench._inputs) == bench.sets == measure.MAX_INPUT_SETS
+    first = draw(TINY.problem(), 0)
+    for one in bench._inputs:
+        for mine, expected in zip(one, first, strict=True):
+            np.testing.assert_array_equal(mine, expected)
+    buffers = {operand.unsafe_buffer_pointer() for one in bench._inputs for operand in one}
+    assert len(buffers) == 2 * bench.sets
 
 
 def test_operands_are_stretches_of_the_hosts_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

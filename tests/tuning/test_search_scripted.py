@@ -146,8 +146,16 @@ def wide(rng: np.random.Generator) -> Key:
     return key_of(random_tiny(rng, batch=64, height=int(rng.integers(24, 32)), width=31))
 
 
-def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
+def first_round(key: Key) -> tuple[list[Candidate], Candidate]:
+    """A search's first candidates, and one of them whose neighbours are others; it is not the model's choice."""
+    one = search.Search(key, 2**28, None, 1.0)
+    first = one._first_candidates()
+    return first, next(c for c in first[1:] if set(one._neighbours(c)) - set(first))
+
+
+def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own choice and XLA always are finalists."""
+    monkeypatch.setattr(search, "SIDE_BY_SIDE", 0)
     with seeded(2) as rng:
         key = wide(rng)
     ranking = search.ranked(key)
@@ -158,6 +166,33 @@ def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
     script.device_us = lambda c: 5000.0 if c == XLA else times.get(c, 1000.0)
     assert tuner.tune(key).choice == near[0]
     assert script.finalists == [*near, ranking[0], XLA]
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_small_first_round_is_timed_once(chosen: bool, scripted: Any) -> None:
+    """One profile has all rounds. Where the model's own choice is the fastest, the search ends with it; where another
+    one is, its neighbours are timed, and the finals."""
+    with seeded(4) as rng:
+        key = wide(rng)
+    first, other = first_round(key)
+    fastest = first[0] if chosen else other
+    script = scripted(lambda c: 0.0)
+    script.device_us = lambda c: 900.0 if c == XLA else 100.0 if c == fastest else 200.0 if c in first else 110.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "SIDE_BY_SIDE", len(first) + 1)
+        found = tuner.tune(key)
+    assert found.choice == fastest
+    assert script.finalists[: len(first) + 1] == [XLA, *first]
+    if chosen:
+        assert script.device_rounds == [search.DEVICE_ROUNDS] and set(script.prepared) == {XLA, *first}
+    else:
+        assert script.device_rounds == [search.DEVICE_ROUNDS, 1, search.DEVICE_ROUNDS]
+        assert set(script.screened).isdisjoint(first) and fastest in script.finalists[len(first) + 1 :]
+    script.device_rounds.clear()  # more candidates are screened in one round
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "SIDE_BY_SIDE", len(first))
+        assert tuner.tune(key).choice == fastest
+    assert script.device_rounds[0] == 1 and script.device_rounds[-1] == search.DEVICE_ROUNDS
 
 
 @pytest.mark.parametrize(
@@ -229,11 +264,11 @@ def test_the_search_refines_around_the_best(scripted: Any) -> None:
 
 def test_the_search_does_not_refine_what_is_far_behind_xla(scripted: Any) -> None:
     key = wide(generator(12))
+    first, fastest = first_round(key)
     for xla_us, refines in ((90.0, True), (70.0, False)):
-        script = scripted(lambda c, us=xla_us: us if c == XLA else 100.0)
+        script = scripted(lambda c, us=xla_us: us if c == XLA else 100.0 if c == fastest else 101.0)
         found = tuner.tune(key)
         assert found.choice == XLA
-        first = search.Search(key, 2**28, None, 1.0)._first_candidates()
         assert set(first) <= set(script.prepared)
         assert (len(script.prepared) > len(first) + 1) is refines
 
@@ -241,10 +276,9 @@ def test_the_search_does_not_refine_what_is_far_behind_xla(scripted: Any) -> Non
 def test_steps_that_the_model_expects_to_be_slower_are_not_made(scripted: Any) -> None:
     key = wide(generator(13))
     estimate = lambda c: c.family.estimate(key.problem, c.config, key.target)  # noqa: E731
-    script = scripted(lambda c: 900.0 if c == XLA else 1e6 * estimate(c))  # as the model says
+    first, best = first_round(key)
+    script = scripted(lambda c: 900.0 if c == XLA else 90.0 if c == best else 100.0)
     tuner.tune(key)
-    first = search.Search(key, 2**28, None, 1.0)._first_candidates()
-    (best, *_) = sorted(first, key=estimate)
     steps = [c for c in script.prepared if c not in first and c != XLA]
     assert all(estimate(c) <= search.SLOWER_STEP * estimate(best) for c in steps)
     assert len(steps) < len(best.family.neighbours(key.problem, best.config, key.target))
@@ -296,7 +330,8 @@ def test_xla_wins_where_nothing_of_ours_works(scripted: Any) -> None:
     script.broken = {c: "no" for c in search.ranked(key)}
     found = tuner.tune(key)
     assert found.choice == XLA
-    assert [m.error for m in found.measurements if m.candidate != XLA] == ["no"] * len(script.broken)
+    first = search.Search(key, 2**28, None, 1.0)._first_candidates()
+    assert [m.error for m in found.measurements if m.candidate != XLA] == ["no"] * len(first)
     assert found.regret is None
     assert entry.loads(found.dumps(), key) == found
 
