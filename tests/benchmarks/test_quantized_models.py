@@ -18,7 +18,10 @@ def test_a_report(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(quantized_models, "SIZE", size)
     path = tmp_path / "models.json"
     cases = ["llama-nnx-16x1", "gemma-linen-16x1", "qwen-qwix-16x1"]
-    assert quantized_models.main(["--quick", "--layers", "2", "--group", "32", "--cases", *cases, "--json", str(path)]) == 0
+    assert (
+        quantized_models.main(["--quick", "--layers", "2", "--group", "32", "--cases", *cases, "--json", str(path)])
+        == 0
+    )
     report = json.loads(path.read_text())
     nnx, qwix, linen = report["results"]
     assert sum(nnx["products"].values()) == 2 * 7 + 1

@@ -94,6 +94,14 @@ def test_a_decision_serves_dilated_filters_where_the_model_says_so(cache: pathli
     assert buckets.derived(far, Found(entry, "user cache"), LIMIT) is None
 
 
+def test_xlas_time_without_dilation_decides_nothing_for_a_dilated_filter() -> None:
+    """cuDNN is much slower with some dilations."""
+    own, dilated = (key_for(conv(d, (3 * d, 3 * d)), DEFAULT_CUDA) for d in (1, 3))
+    held = decided(own, XLA, us=50.0, xla_us=5.0)
+    assert buckets.choice_for(dilated, held, LIMIT) is None
+    assert buckets.choice_for(dilated, decided(own), LIMIT) is not None
+
+
 def test_they_follow_the_tiles_of_the_kernels() -> None:
     widths = {*stream.TILES_N, *tiled.TILES_N, *fp8.TILES_N}
     for width in widths:
