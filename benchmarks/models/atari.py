@@ -59,7 +59,7 @@ def dqn(tiny: bool = False) -> Model:
         error = at(action_values(layers, params, x), chosen) - target
         return jnp.where(jnp.abs(error) < 1, 0.5 * jnp.square(error), jnp.abs(error) - 0.5).mean()
 
-    title, paper = f"Nature DQN, {size}, batch {batch}, float32", "doi:10.1038/nature14236"
+    title, paper = f"Nature DQN, {size}, batch {batch}, f32", "doi:10.1038/nature14236"
     return Model("nature_dqn", title, paper, lambda: initial_dqn(size, hidden), data, loss, dtype=jnp.float32)
 
 
@@ -108,6 +108,6 @@ def impala(tiny: bool = False) -> Model:
         entropy = -(jnp.exp(chances) * chances).sum(-1)
         return (0.5 * jnp.square(value - target) - advantage * at(chances, chosen) - 0.01 * entropy).mean()
 
-    title = f"IMPALA residual network, {size}, batch {batch}, float32"
+    title = f"IMPALA, {size}, batch {batch}, f32"
     made = lambda: initial_impala(widths, size, hidden)  # noqa: E731
     return Model("impala", title, "arXiv:1802.01561", made, data, loss, rate=0.001, dtype=jnp.float32)

@@ -88,6 +88,6 @@ def model(dtype: DTypeLike = jnp.bfloat16, tiny: bool = False) -> Model:
         return squared_error(predicted_noise(layers, groups, params, x, times), noise)
 
     name = "diffusion_unet_float32" if float32 else "diffusion_unet"
-    title = f"diffusion UNet blocks, {size}, batch {batch}{', float32' if float32 else ''}"
+    title = f"diffusion UNet blocks, {size}, batch {batch}{', f32' if float32 else ''}"
     made = lambda: initial(widths, depth)  # noqa: E731
     return Model(name, title, "arXiv:2112.10752", made, data, loss, rate=0.005, dtype=dtype)

@@ -74,5 +74,5 @@ def model(tiny: bool = False) -> Model:
     def loss(layers: Layers, params: Params, x: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.abs(samples(layers, net, params, x) - target).mean()
 
-    title = f"HiFi-GAN generator, {count} samples, batch {batch}, float32"
+    title = f"HiFi-GAN generator, {count}, batch {batch}, f32"
     return Model("hifigan", title, "arXiv:2010.05646", lambda: initial(net), data, loss, rate=0.001, dtype=jnp.float32)

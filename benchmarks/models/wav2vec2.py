@@ -93,5 +93,5 @@ def model(tiny: bool = False) -> Model:
     def loss(layers: Layers, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(logits(layers, net, params, x), labels)
 
-    title = f"wav2vec 2.0 Base, {samples} samples, batch {batch}"
+    title = f"wav2vec 2.0 Base, {samples}, batch {batch}"
     return Model("wav2vec2_base", title, "arXiv:2006.11477", lambda: initial(net), data, loss, rate=0.001)
