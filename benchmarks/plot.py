@@ -52,11 +52,16 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first report with the cases of all reports. If several reports have a case, the figures of the last one
     count. A result's `kernels` is the number of other kernel versions in the reports before its own.
 
+    Reports of whole steps may be of several devices, since each ratio is of one run. Then each result has its `device`.
+
     Raises:
-      ValueError: the reports are of different devices, benchmarks or types.
+      ValueError: the reports are of different benchmarks or types, or of different devices.
     """
+    kinds = list(dict.fromkeys(r["environment"]["device_kind"] for r in reports))
+    devices = {kind: kind.removeprefix("NVIDIA ").partition(" ")[0] for kind in kinds}
+    mixed = len(kinds) > 1 and all(benchmark(r) == "models" for r in reports)
     for name, values in (
-        ("device_kind", {r["environment"]["device_kind"] for r in reports}),
+        ("device_kind", set() if mixed else set(kinds)),
         ("benchmark", {benchmark(r) for r in reports}),
         ("x_dtype", {result.get("case", {}).get("x_dtype") for r in reports for result in r["results"]}),
     ):
@@ -67,11 +72,15 @@ def combined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for report in reports:
         version = report["environment"].get("kernel_sources")
         versions += [] if version in versions else [version]
+        more = {"kernels": versions.index(version)}
+        if mixed:
+            more["device"] = devices[report["environment"]["device_kind"]]
         for result in report["results"]:
-            results[result.get("case", {}).get("name") or result["name"]] = result | {
-                "kernels": versions.index(version)
-            }
-    return reports[0] | {"results": list(results.values())}
+            results[result.get("case", {}).get("name") or result["name"]] = result | more
+    environment = reports[0]["environment"]
+    if mixed:
+        environment = environment | {"device_kind": " or ".join(sorted({r["device"] for r in results.values()}))}
+    return reports[0] | {"environment": environment, "results": list(results.values())}
 
 
 def label(case: dict[str, Any]) -> str:
@@ -244,13 +253,18 @@ def _draw_curves(axes: Axes, weight: str, lines: dict[str, list[tuple[int, float
 # ---- whole steps -----------------------------------------------------------------------------------------------------
 
 
+def step_title(result: dict[str, Any]) -> str:
+    """The name of a network, with its device if the others have another one."""
+    return f"{result['title']}, {result['device']}" if "device" in result else result["title"]
+
+
 def models_chart(report: dict[str, Any], most: int | None = None) -> Figure:
     """Stock JAX's time of a step over ours, with both times. The axis is logarithmic, with bars from 1 to both
     sides."""
     results = spread(by_gain(report), most)
     kind = report["environment"]["device_kind"]
     title = f"Training steps on one {kind}, stock JAX's time over ours:\n{headline(report['results'])}"
-    rows = [(r["title"], f"{r['stock']['ms']:.2f} -> {r['ours']['ms']:.2f} ms   {r['ratio']:.2f}") for r in results]
+    rows = [(step_title(r), f"{r['stock']['ms']:.2f} -> {r['ours']['ms']:.2f} ms   {r['ratio']:.2f}") for r in results]
     figure, axes = _bars(title, rows, top=0.1)
     ratios = [r["ratio"] for r in results]
     colors = [OURS if ratio >= 1 else XLA for ratio in ratios]
@@ -270,7 +284,7 @@ def models_table(report: dict[str, Any], most: int | None = None) -> str:
     lines = ["| model | stock ms | jax_splitk ms | ratio | peak memory |", "|---|---|---|---|---|"]
     for r in spread(by_gain(report), most):
         times = f"{r['stock']['ms']:.2f} | {r['ours']['ms']:.2f} | {r['ratio']:.2f}"
-        lines.append(f"| {r['title']} | {times} | {round(100 * (r['peak_ratio'] - 1)):+d}% |")
+        lines.append(f"| {step_title(r)} | {times} | {round(100 * (r['peak_ratio'] - 1)):+d}% |")
     return "\n".join(lines) + "\n"
 
 
@@ -289,6 +303,8 @@ def text(report: dict[str, Any]) -> str:
     kind = benchmark(report)
     if kind == "quantized":
         return quantized_headline(report) + "\n"
+    if kind == "models":
+        return f"{len(report['results'])} networks: {headline(report['results'])}\n"
     return f"{headline(report['results'])}\n" + (groups_table(report["results"]) if kind == "conv" else "")
 
 

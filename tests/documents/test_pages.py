@@ -23,7 +23,6 @@ def test_links(path: pathlib.Path) -> None:
 REPORTS = (
     "wgrad_h200.json",
     "conv_h200*.json",
-    "models_h200*.json",
     "dot_h200.json",
     "ragged_h200.json",
     "quantized_h200_[0-9]*.json",
@@ -48,11 +47,8 @@ def test_the_results_page_has_the_figures_of_the_reports(pattern: str, tmp_path:
 
 # The pages that quote summaries of reports.
 QUOTES = (
-    ("README.md", "models_h200*.json"),
     ("README.md", "wgrad_h200.json"),
     ("README.md", "quantized_h200_[0-9]*.json"),
-    ("docs/index.md", "models_h200*.json"),
-    ("docs/results.md", "models_h200*.json"),
     ("docs/results.md", "wgrad_h200.json"),
     ("docs/results.md", "conv_h200*.json"),
     ("docs/results.md", "dot_h200.json"),

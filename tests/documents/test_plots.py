@@ -1,5 +1,6 @@
 """The documentation's plots are legible at a width of 400 pixels, and show the reports' figures."""
 
+import json
 import pathlib
 import re
 import xml.etree.ElementTree
@@ -10,17 +11,6 @@ from tests.documents import markdown
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLOTS = sorted((markdown.ROOT / "docs").rglob("*.svg"))
-RESULTS = markdown.ROOT / "benchmarks" / "results"
-# The reports and the rows of each plot that benchmarks.plot makes.
-MADE = {
-    "models_h200.svg": (["models_h200*.json"], []),
-    "wgrad_h200.svg": (["wgrad_h200.json"], []),
-    "readme_wgrad_h200.svg": (["wgrad_h200.json"], ["--rows", "8"]),
-    "dot_h200.svg": (["dot_h200.json"], []),
-    "ragged_h200.svg": (["ragged_h200.json"], []),
-    "quantized_h200.svg": ([f"quantized_h200_{n}x8192.json" for n in (28672, 8192, 3584)], []),
-    "readme_quantized_h200.svg": (["quantized_h200_8192x8192.json"], []),
-}
 # Pixels of a plot's width, and of the least text in it.
 SHOWN, LEAST = 400, 9
 
@@ -64,10 +54,36 @@ def test_small_text_would_be_seen(tmp_path: pathlib.Path) -> None:
         test_text_is_legible_at_400_pixels(tmp_path / "plot.svg")
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_plots_are_of_the_present_reports(name: str, tmp_path: pathlib.Path) -> None:
-    plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
-    patterns, options = MADE[name]
-    reports = [str(path) for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
-    assert plot.main([*options, *reports, str(tmp_path / name)]) == 0
-    assert texts(tmp_path / name) == texts(markdown.ROOT / "docs" / "plots" / name)
+def test_plots_and_blocks_are_of_the_present_reports(tmp_path: pathlib.Path) -> None:
+    """`python -m benchmarks.pages` writes them."""
+    pages = pytest.importorskip("benchmarks.pages", exc_type=ImportError)
+    for name, (patterns, options) in pages.PLOTS.items():
+        pages.made(patterns, options, tmp_path / name)
+        assert texts(tmp_path / name) == texts(markdown.ROOT / "docs" / "plots" / name), name
+    for page in pages.pages():
+        assert pages.updated(page.read_text(encoding="utf-8")) == page.read_text(encoding="utf-8"), page
+
+
+def test_blocks_are_written_and_other_text_stays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = pytest.importorskip("benchmarks.pages", exc_type=ImportError)
+    result = {"title": "net", "ratio": 2.0, "peak_ratio": 1.0, "stock": {"ms": 4.0}, "ours": {"ms": 2.0}}
+    for name, date, kind, ratio, names in (
+        ("models_b", "2026-01-01", "NVIDIA H200", 3.0, ["a", "b"]),
+        ("models_a", "2026-01-02", "NVIDIA H100 80GB HBM3", 2.0, ["a"]),
+    ):
+        results = [result | {"name": name, "title": f"net {name}", "ratio": ratio} for name in names]
+        report = {"benchmark": "models", "environment": {"date": date, "device_kind": kind}, "results": results}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    page = "# A\n\n<!-- benchmarks.plot models_*.json table.md -->\nold\n<!-- end -->\nB <!-- a comment -->\n"
+    new = pages.updated(page)
+    assert new.startswith("# A\n\n<!-- benchmarks.plot models_*.json table.md -->\n\n| model |")
+    assert new.endswith("\n\n<!-- end -->\nB <!-- a comment -->\n") and "old" not in new
+    rows = [
+        line for line in new.splitlines() if line.startswith("| net")
+    ]  # the newest figures of a, the larger gain first
+    assert rows == ["| net b, H200 | 4.00 | 2.00 | 3.00 | +0% |", "| net a, H100 | 4.00 | 2.00 | 2.00 | +0% |"]
+    text = pages.updated(page.replace("table.md", "text.txt"))
+    assert "2 networks: median 2.50, geometric mean 2.45 (2.00 without the largest, 3.00)" in text
+    with pytest.raises(ValueError, match=r"reports none\*: benchmarks.plot makes no table.md of 0 files"):
+        pages.updated(page.replace("models_*.json", "none*"))

@@ -104,7 +104,7 @@ def test_home_has_previous_and_next_and_a_switch_to_dark(site: pathlib.Path) -> 
     assert 'rel="next"' in home
     assert 'rel="prev"' in start
     assert 'data-md-color-scheme="slate"' in home
-    assert "plots/models_h200.svg" in home
+    assert "plots/models.svg" in home
 
 
 def test_the_api_has_a_row_for_each_argument(site: pathlib.Path) -> None:
