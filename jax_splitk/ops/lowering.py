@@ -61,6 +61,8 @@ def define(primitive: Primitive) -> None:
             problem, _ = served(problem, platform)
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
+                target, devices = target_for(platform), _compat.device_count(ctx)
+                ahead.lowered(problem, call.options, target, _may_measure(ctx, target), devices)
                 laxs = stays_laxs(ctx, problem, call.options, platform)
                 division = laxs or division_rule(ctx, call, platform)
                 if isinstance(division, Rule):
@@ -204,7 +206,7 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
     if not options.implied or only_xla(problem) is not None or not isinstance(problem, ConvProblem):
         return None
     target, unmeasured = target_for(platform), dataclasses.replace(options, forward_only=True)
-    here = final and target.is_local and not _compat.is_export(ctx)
+    here = final and _may_measure(ctx, target)
     # In a job all processes must find the same; nothing is measured for it.
     agreed, devices = here and agreement.needed(), _compat.device_count(ctx)
 
@@ -232,13 +234,17 @@ def division_rule(ctx: Any, call: Call, platform: str) -> Rule | str:
     return only_xla(problem) or partitioning.refusal(ctx) or call.rule(ctx.avals_in)
 
 
+def _may_measure(ctx: Any, target: Target) -> bool:
+    """Whether the code that is lowered will run here: only such can be measured here."""
+    return target.is_local and not _compat.is_export(ctx)
+
+
 def _chosen(
     ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options, undivided: str | None
 ) -> CustomCall | None:
     """The custom call that is lowered, None for XLA's operation, with a line in the log."""
     target = target_for(platform)
-    # Only what will run here can be measured here.
-    measure = undivided is None and not _compat.is_export(ctx) and target.is_local
+    measure = undivided is None and _may_measure(ctx, target)
     if not _compat.is_automatically_partitioned(ctx):
         ahead.lowered(problem, options, target, measure)
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)

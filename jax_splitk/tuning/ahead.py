@@ -8,9 +8,11 @@ and raise nothing: the lowering does.
 """
 
 import contextlib
+import dataclasses
 
 import jax
 
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, compiler, disk, settings
 from jax_splitk.runtime.plan import DevicePlan
@@ -38,22 +40,35 @@ def traced(problem: Problem, options: Options) -> None:
             _begin(problem, options, target_for("cuda"), measure=True)
 
 
-def lowered(problem: Problem, options: Options, target: Target, measure: bool) -> None:
+def lowered(problem: Problem, options: Options, target: Target, measure: bool, devices: int = 1) -> None:
     """Begins to compile what the noted operations will need, since one operation is being lowered.
 
     Args:
       measure: whether a problem that has no decision may be measured now.
+      devices: over how many devices XLA's partitioner will divide the operations. It asks for their parts one after the
+        other, some while XLA compiles. Most programs divide the batch.
     """
     with contextlib.suppress(Exception):
         untold, notes = once.state.deferred_warnings, searches.state.traced
         while untold:
             disk.warn_once(untold.pop(0))
-        notes.pop((problem, options), None)
+        if devices == 1:
+            notes.pop((problem, options), None)
         if target.platform != "cuda":
             return
         while notes:
-            note, _ = notes.popitem(last=False)
-            _begin(*note, target, measure=measure)
+            (other, wanted), _ = notes.popitem(last=False)
+            if (part := _part(other, devices)) is not None:
+                _begin(part, wanted, target, measure=measure)
+
+
+def _part(problem: Problem, devices: int) -> Problem | None:
+    """What each of the devices computes if they divide the batch; None if they cannot."""
+    if devices == 1:
+        return problem
+    if not isinstance(problem, ConvProblem) or problem.batch % devices:
+        return None
+    return dataclasses.replace(problem, batch=problem.batch // devices)
 
 
 def _is_for_this_gpu() -> bool:

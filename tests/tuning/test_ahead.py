@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import WGRAD_CASES, Case
-from jax_splitk.ops import tune
+from jax_splitk.ops import lowering, tune
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
@@ -189,6 +189,29 @@ def test_over_several_devices_only_what_shard_map_has_divided_begins(
     jax.eval_shape(run, x, g)
     own = compiler.source_key(source(case))
     assert list(compiler.pool._futures) == [own] * count
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_over_several_devices_the_parts_of_a_batch_begin_with_the_first_operation(
+    measured: bool, compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA's partitioner asks for one after the other, when the lowering is over."""
+    devices = jax.device_count()
+    whole = [dataclasses.replace(case, batch=32 * devices) for case in CASES]
+    whole[0] = dataclasses.replace(whole[0], batch=devices + 1)  # which the devices cannot divide
+    parts = [dataclasses.replace(case, batch=32) for case in CASES[1:]]
+    if measured:
+        monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+        monkeypatch.setattr(lowering, "_may_measure", lambda ctx, target: True)
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "data"), jax.sharding.PartitionSpec())
+    run, args = program(*whole)
+    args = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), args)
+    lowered(run.trace(args))
+    if measured:
+        assert [key.problem for key, _ in searches.state.queue] == [case.problem() for case in parts]
+    else:
+        compilations.wait_for(*map(source, parts))
+    assert len(compilations.workers) == (0 if measured else len(parts))
 
 
 @pytest.mark.usefixtures("gpu")
