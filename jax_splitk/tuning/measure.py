@@ -33,6 +33,8 @@ MAX_INPUT_SETS = 24
 # Sets in one executable: XLA prepares each convolution in it by itself, with cuDNN's plan, for up to 0.2 s.
 CALLED_TOGETHER = 4
 WARM_UP_CALLS = 3  # of an executable: the first ones load code
+# A call on a GPU that takes longer is not run on every set, nor in rounds: there would be some 200 calls.
+SLOW_US = 5e4
 ROUND_SECONDS = 3e-3  # of a round by the wall clock
 DEVICE_ROUND_SECONDS = 1.5e-3  # of a round by the profiler
 DEVICE_ROUNDS = 3
@@ -63,6 +65,7 @@ class Contestant:
     module: str = ""  # its name in profiles
     warm_us: float = 0.0  # microseconds of a call in the last warm-up; the host may have delayed it
     of_kind: Callable[[int], Any] | None = None  # runs a call of one executable on operands of one kind alone
+    is_slow: bool = False  # whether its time is that of a few calls, and stays so (`SLOW_US`)
 
     @property
     def us(self) -> float:
@@ -213,16 +216,32 @@ class Bench:
                 self.waited += time.monotonic() - started
 
     def _check(self, contestant: Contestant) -> str | None:
-        for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
-            contestant.run()
-        started = time.perf_counter()
-        results = jax.block_until_ready(contestant.run())
-        contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
+        results = self._slow_results(contestant)
+        if results is None:
+            for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
+                contestant.run()
+            started = time.perf_counter()
+            results = jax.block_until_ready(contestant.run())
+            contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
         if contestant.candidate == XLA:
             self._xlas = results[: self.operation.kinds]
             return None
         wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
         return next(filter(None, wrong), None)
+
+    def _slow_results(self, contestant: Contestant) -> Sequence[jax.Array] | None:
+        """The results of a slow contestant for operands of each kind, which then has its time; None for any other."""
+        of_kind, kinds = contestant.of_kind, range(self.operation.kinds)
+        if self.platform != "cuda" or of_kind is None:
+            return None
+        for _ in range(2):  # the first calls load code, and cuDNN makes its plans
+            started = time.perf_counter()
+            results = [jax.block_until_ready(of_kind(kind))[0] for kind in kinds]
+            us = (time.perf_counter() - started) / (len(kinds) * min(self.sets, CALLED_TOGETHER)) * 1e6
+            if us <= SLOW_US:
+                return None
+        contestant.is_slow, contestant.warm_us, contestant.device_times = True, us, [us] * DEVICE_ROUNDS
+        return results
 
     def _wrong(self, kind: int, result: jax.Array) -> str | None:
         """Why a result for operands of a kind is wrong; None if it is not. Most results are near XLA's own. The error
@@ -242,7 +261,8 @@ class Bench:
 
     def time(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
         """Adds up to `rounds` wall-clock timings to each contestant, in turns: at least one, the others until the
-        deadline."""
+        deadline. Slow ones have theirs."""
+        contestants = _quick(contestants)
         for _ in range(rounds):
             for contestant in contestants:
                 if contestant.times and time.monotonic() > deadline:
@@ -257,6 +277,7 @@ class Bench:
     def time_again(self, contestants: Sequence[Contestant], rounds: int, deadline: float) -> None:
         """As `time`, but the timings replace the earlier ones, and each contestant gets equally many. If the time does
         not suffice for two rounds of all, the earlier timings stay as well."""
+        contestants = _quick(contestants)
         again = [dataclasses.replace(contestant, times=[]) for contestant in contestants]
         self.time(again, rounds, deadline)
         whole = min((len(new.times) for new in again if new.error is None), default=0)
@@ -268,11 +289,15 @@ class Bench:
         """Sets the contestants' device times, by the profiler and in turns. They leave out the host's part, which at
         these sizes is as large as the differences.
 
-        A single round runs each contestant a few times; a single contestant gets one round. Returns False, and changes
-        nothing, if none of `profiles` profiles succeeds (on the CPU, or while the user takes one).
+        A single round runs each contestant a few times; a single contestant gets one round. Slow ones have their times.
+        Returns False, and changes nothing, if none of `profiles` profiles succeeds (on the CPU, or while the user takes
+        one).
         """
         if self.platform != "cuda" or not contestants:
             return False
+        contestants = _quick(contestants)
+        if not contestants:
+            return True
         counts = [self._calls(contestant, rounds) for contestant in contestants]
         for _ in range(profiles):
             try:
@@ -382,6 +407,10 @@ class Bench:
 @functools.partial(jax.jit, static_argnums=1, compiler_options=WITHOUT_GRAPHS)
 def _copies(operands: tuple[jax.Array, ...], count: int) -> list[tuple[jax.Array, ...]]:
     return [tuple(map(jnp.copy, operands)) for _ in range(count)]
+
+
+def _quick(contestants: Sequence[Contestant]) -> list[Contestant]:
+    return [contestant for contestant in contestants if not contestant.is_slow]
 
 
 def _run(contestant: Contestant, repeats: int) -> None:

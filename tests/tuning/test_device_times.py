@@ -1,14 +1,17 @@
 """Times by the profiler, on a device that the tests play."""
 
+import math
 import pathlib
 import threading
 from collections.abc import Callable
 
 import jax
 import pytest
+from jax import numpy as jnp
 
-from jax_splitk.tuning import device, profile, search
-from jax_splitk.tuning.choice import Candidate
+from jax_splitk.problems.operations import OPERATIONS
+from jax_splitk.tuning import device, measure, profile, search
+from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
 from tests.tuning_cache import TINY, key_of, start
 
@@ -168,6 +171,40 @@ def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == [3 * 48, 3 * 6, 3 * 1]
     assert device.bench().time_on_device(contestants[:1])
     assert contestants[0].device_times == [pytest.approx(7.0)]
+
+
+@pytest.mark.parametrize(("first_us", "us", "is_slow"), [(9e4, 9e4, True), (9e4, 10.0, False), (10.0, 10.0, False)])
+def test_a_slow_candidate_is_called_a_few_times(
+    first_us: float, us: float, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the time of these calls. A candidate whose first calls alone take long, to load code, is not slow."""
+    device, now, runs = FakeDevice(monkeypatch), 0.0, 0
+    bench, result = device.bench(), jnp.zeros(())
+    bench.operation, bench.sets = OPERATIONS["conv_wgrad"], 24
+    contestant, quick = device.contestant("slow", us), device.contestant("quick", 7.0)
+    each = iter([first_us, *[us] * 9])
+
+    def of_kind(kind: int) -> list[jax.Array]:
+        nonlocal now
+        now += 4e-6 * next(each)
+        return [result] * 4
+
+    def run() -> list[jax.Array]:
+        nonlocal runs
+        runs += 1
+        return [result] * 24
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    contestant.of_kind, contestant.run, contestant.candidate = of_kind, run, XLA
+    assert bench._check(contestant) is None
+    assert contestant.is_slow == is_slow
+    if is_slow:
+        assert runs == 0
+        assert bench.time_on_device([contestant, quick])
+        bench.time([contestant], 3, math.inf)
+        assert (contestant.us, contestant.spread, runs) == (pytest.approx(us), 0.0, 0)
+        assert len(quick.device_times) == 1
+        assert bench.time_on_device([contestant])
 
 
 def test_what_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
