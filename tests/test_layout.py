@@ -193,13 +193,14 @@ def test_ffi_calls_name_no_other_target() -> None:
 
 def test_lax_is_called_as_it_was_imported() -> None:
     """The package calls lax's convolution by a name that it imported. Otherwise it would get the function that
-    `intercept` puts into jax.lax."""
+    `intercept` puts into jax.lax. Layers of Flax nnx shall get it (`make_interceptable`)."""
+    own = [path for path in python("jax_splitk") if path.name != "flax_nnx.py"]
 
     def calls(path: pathlib.Path) -> list[int]:
         nodes = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
         return [node.lineno for node in nodes if ast.unparse(node.func).endswith("lax.conv_general_dilated")]
 
-    assert not offenders(python("jax_splitk"), calls)
+    assert not offenders(own, calls)
 
 
 # ---- what builds ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Packed weights in Flax nnx: `quantize` changes a model in place; layers of packed weights.
+"""Flax nnx: `quantize` packs a model's weights in place; layers of packed weights; `make_interceptable` lets
+`jax_splitk.intercept` route a model's layers.
 
 Examples:
   >>> from flax import nnx
@@ -10,10 +11,13 @@ Examples:
 """
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flax import nnx
+from jax import lax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
@@ -257,3 +261,53 @@ def _become(layer: Any, abstract: Any, kernel: Any, bias: Any, dtype: DTypeLike 
     else:
         layer.bias_shape = None if bias is None else jnp.shape(bias)
     layer.bias = nnx.data(None) if bias is None else nnx.Param(jnp.asarray(bias))
+
+
+# ---- layers that intercept routes ------------------------------------------------------------------------------------
+
+
+def make_interceptable(model: nnx.Module) -> None:
+    """Lets `jax_splitk.intercept` route the convolutions and products of a model's layers, in place.
+
+    Layers such as `nnx.Conv`, `Linear` and `Einsum` keep the function of lax that they were made with. `intercept`
+    cannot replace that. Here they get a function that looks the one of lax up when it is called. Outside of
+    `intercept` nothing changes. A function of your own in a layer stays.
+
+    Args:
+      model: an nnx module; also an abstract one, as `nnx.eval_shape` makes it.
+
+    Raises:
+      TypeError: `model` is no nnx module.
+
+    Examples:
+      >>> model = nnx.Sequential(nnx.Conv(8, 16, (3, 3), rngs=nnx.Rngs(0)), nnx.relu)
+      >>> flax_nnx.make_interceptable(model)
+      >>> with jax_splitk.intercept(compute_dtype=jnp.bfloat16):
+      ...     gradient = nnx.grad(lambda model, x: jnp.sum(model(x)))(model, jnp.ones((2, 8, 8, 8)))
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model of type {type(model).__name__}; accepted: nnx.Module")
+    for _, module in nnx.iter_modules(model):
+        for name, value in list(vars(module).items()):
+            # In a block of intercept the attributes of lax are wrappers of its functions.
+            if isinstance(value, types.FunctionType) and (late := _LATE.get(inspect.unwrap(value))) is not None:
+                setattr(module, name, late)
+
+
+def _conv_general_dilated(*args: Any, **kwargs: Any) -> Any:
+    return lax.conv_general_dilated(*args, **kwargs)
+
+
+def _dot_general(*args: Any, **kwargs: Any) -> Any:
+    return lax.dot_general(*args, **kwargs)
+
+
+def _einsum(*args: Any, **kwargs: Any) -> Any:
+    return jnp.einsum(*args, **kwargs)
+
+
+_LATE: dict[Any, Callable[..., Any]] = {
+    inspect.unwrap(lax.conv_general_dilated): _conv_general_dilated,
+    inspect.unwrap(lax.dot_general): _dot_general,
+    inspect.unwrap(jnp.einsum): _einsum,
+}

@@ -108,8 +108,9 @@ def intercept(
     instead: it shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that is
     replaced in it is one that lax has differentiated or batched already. Nor is the primitive replaced: lax's own
     rules, which our backward pass uses, call it, too. So a function that was imported by its name (`from jax.lax import
-    conv_general_dilated`) or bound as a default, as in flax.nnx.Conv, which has an argument for it, is not replaced;
-    `jax_splitk.explain` lists what is left to lax.
+    conv_general_dilated`) or bound as a default, as in flax.nnx.Conv, is not replaced
+    (`jax_splitk.layers.flax_nnx.make_interceptable` changes that for a model); `jax_splitk.explain` lists what is left
+    to lax.
 
     Args:
       function: the decorated function, if there are no other arguments.

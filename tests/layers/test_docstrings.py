@@ -12,7 +12,7 @@ import jax_splitk
 
 
 @pytest.mark.parametrize(("name", "framework", "count"), [
-    ("flax_nnx", "flax.nnx", 5), ("flax_linen", "flax.linen", 1), ("qwix", "qwix", 1),
+    ("flax_nnx", "flax.nnx", 6), ("flax_linen", "flax.linen", 1), ("qwix", "qwix", 1),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix.*")  # it uses names that flax deprecates
 def test_examples(name: str, framework: str, count: int) -> None:
