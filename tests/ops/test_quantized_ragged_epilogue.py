@@ -108,9 +108,9 @@ def test_exact_on_integers(groups: int, case: Case, total: int, options: dict[st
     x, words, scale, sizes, *offset, bias = map(jnp.asarray, operands)
     w = dataclasses.replace(packed(stack(n=p.n, groups=groups)), words=words, scale=scale, dims=(p.k, p.n),
                             group_size=p.group_size)  # fmt: skip
-    given: Any = JoinedWeight(w) if p.activation in products.GATED else w
+    given: Any = JoinedWeight(w) if case.activation in products.GATED else w
     more = {"group_offset": offset[0]} if offset else {}
-    out = ragged_dot(x, given, sizes, bias=bias, activation=p.activation, **more, **options)
+    out = ragged_dot(x, given, sizes, bias=bias, activation=case.activation, **more, **options)
     np.testing.assert_array_equal(out, exact)
 
 
