@@ -91,7 +91,7 @@ def _quantized() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int
     of_experts = jax.device_get(jax_splitk.quantize(_of(3, 64, 16), "int4", group_size=32, axis=1))
     operands = (_of(3, 16), x, of_experts, np.array([2, 0, 1], np.int32))
     for activation in (None, "silu"):
-        yield f"experts with a bias and {activation}", functools.partial(_experts, activation), operands, 1
+        yield f"experts with a bias and {activation}", functools.partial(_experts, activation), operands, 2
 
 
 @functools.cache
