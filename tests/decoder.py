@@ -165,3 +165,12 @@ def greedy(sizes: Sizes) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         tokens, logits, _ = _run(*program, jnp.asarray(head, jnp.float32), text, jnp.array(False))
         found[name] = (np.asarray(tokens), np.asarray(logits))
     return found
+
+
+def implementations(sizes: Sizes) -> set[str]:
+    """What computes the products of the fused decoder."""
+    text, forced = jax.ShapeDtypeStruct((sizes.steps + 1,), jnp.int32), jax.ShapeDtypeStruct((), bool)
+    head = jax.ShapeDtypeStruct((sizes.width, sizes.vocabulary), jnp.float32)
+    w = jax.eval_shape(functools.partial(weights, sizes))
+    decisions = jax_splitk.explain(functools.partial(_run, sizes, True), w, head, text, forced).decisions
+    return {decision.implementation for decision in decisions}

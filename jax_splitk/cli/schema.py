@@ -21,10 +21,12 @@ _CONVOLUTION: dict[str, tuple[str, str]] = {
 # Fields of quantized weights.
 _QTYPE = ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4")
 _GROUP_SIZE = ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column")
-_SCALE_DTYPE = ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn")
-_ZERO_DTYPE = ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none")
-_CHANNEL_DTYPE = ('"none"', "float32 for a second scale of each feature, or none")
-_LAYOUT = ("the newest", "version of the order of packed weights")
+_FLOATS: dict[str, tuple[str, str]] = {
+    "scale_dtype": ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn"),
+    "zero_dtype": ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none"),
+    "layout": ("the newest", "version of the order of packed weights"),
+    "channel_dtype": ('"none"', "float32 for a second scale of each feature, or none"),
+}
 
 _QUANTIZED: dict[str, tuple[str, str]] = {
     "rows": ("", "rows of x, all leading dimensions together"),
@@ -34,10 +36,7 @@ _QUANTIZED: dict[str, tuple[str, str]] = {
     "group_size": _GROUP_SIZE,
     "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
     "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
-    "scale_dtype": _SCALE_DTYPE,
-    "zero_dtype": _ZERO_DTYPE,
-    "layout": _LAYOUT,
-    "channel_dtype": _CHANNEL_DTYPE,
+    **_FLOATS,
 }
 
 _RAGGED_QUANTIZED: dict[str, tuple[str, str]] = {
@@ -49,10 +48,7 @@ _RAGGED_QUANTIZED: dict[str, tuple[str, str]] = {
     "group_size": _GROUP_SIZE,
     "dtype": ('"bfloat16"', "dtype of lhs: bfloat16, float16 or float8_e4m3fn"),
     "out_dtype": ("dtype", "bfloat16, float16 or float32; if lhs is float8_e4m3fn the default is bfloat16"),
-    "scale_dtype": _SCALE_DTYPE,
-    "zero_dtype": _ZERO_DTYPE,
-    "layout": _LAYOUT,
-    "channel_dtype": _CHANNEL_DTYPE,
+    **_FLOATS,
     "total_groups": ("0", "elements of group_sizes where group_offset is given"),
 }
 

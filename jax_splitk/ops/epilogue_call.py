@@ -20,6 +20,7 @@ from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.tangents import by_some, summed
 from jax_splitk.problems.epilogue import GATED
 from jax_splitk.runtime import _compat, execute
+from jax_splitk.runtime.computation import one_computation
 from jax_splitk.runtime.plan import CustomCall
 
 
@@ -118,10 +119,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: WithEpilogue)
     out = call.bind(*primals)
 
     def after(*rest: jax.Array) -> jax.Array:
-        return call.after(jnp.zeros_like(out), *rest)
+        return call.after(_zeros_like(out), *rest)
 
     terms = call.tangent_terms(call.own(primals), call.own(tangents))
     return out, summed([*terms, *by_some(after, call.rest(primals), call.rest(tangents))], out)
+
+
+_zeros_like = one_computation()(jnp.zeros_like)
 
 
 def _transpose(ct: Any, *operands: Any, call: WithEpilogue) -> list[Any]:

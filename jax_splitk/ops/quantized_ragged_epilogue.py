@@ -24,10 +24,12 @@ from jax_splitk.ops.quantized_ragged_gradient import batch, tangent_terms
 from jax_splitk.ops.ragged_call import local_groups
 from jax_splitk.problems import quantized_ragged_reference as reference
 from jax_splitk.problems.epilogue import finished
+from jax_splitk.problems.problem import as_base
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem, problem_product
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import _compat
+from jax_splitk.runtime.computation import one_computation
 
 quantized_ragged_epilogue_p = Primitive("quantized_ragged_dot_epilogue")
 
@@ -49,8 +51,7 @@ class RaggedEpilogueCall(WithEpilogue, QuantizedRaggedCall):
 
     @property
     def product(self) -> QuantizedRaggedCall:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(QuantizedRaggedCall)}
-        return QuantizedRaggedCall(**own)
+        return as_base(QuantizedRaggedCall, self)
 
     def problem(self, avals: Sequence[Any]) -> QuantizedRaggedDotProblem:
         alone = super().problem(self.own(avals))
@@ -125,19 +126,24 @@ class RaggedEpilogueCall(WithEpilogue, QuantizedRaggedCall):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@one_computation(0)
 def _of_rows(m: int, bias: jax.Array, *groups: jax.Array) -> jax.Array:
     """The bias of each of m rows, in float32. Its cotangent is a product with the rows' groups: a sum in a fixed order,
     which the transpose of a gather is not."""
     return reference.of_rows(bias, m, *groups)
 
 
-@_of_rows.defjvp
+@functools.partial(_of_rows.defjvp, symbolic_zeros=True)  # none for group_sizes, which have no tangent
 def _of_rows_jvp(m: int, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    (bias, *groups), dot, precision = primals, tangents[0], lax.Precision.HIGHEST
-    member = reference.of_rows(jnp.eye(bias.shape[0], dtype=bias.dtype), m, *groups)
-    found = lax.dot_general(member, dot, (((1,), (0,)), ((), ())), precision=precision)
-    has_one = reference.of_rows(jnp.ones((bias.shape[0], *[1] * (bias.ndim - 1)), bool), m, *groups)
-    return _of_rows(m, *primals), jnp.where(has_one, found, jnp.zeros_like(found))
+    return _of_rows(m, *primals), _tangent_of_rows(m, tangents[0], *primals[1:])
+
+
+@one_computation(0)
+def _tangent_of_rows(m: int, dot: jax.Array, *groups: jax.Array) -> jax.Array:
+    member = reference.of_rows(jnp.eye(dot.shape[0], dtype=dot.dtype), m, *groups)
+    found = lax.dot_general(member, dot, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+    has_one = reference.of_rows(jnp.ones((dot.shape[0], *[1] * (dot.ndim - 1)), bool), m, *groups)
+    return jnp.where(has_one, found, jnp.zeros_like(found))
 
 
 batching.primitive_batchers[quantized_ragged_epilogue_p] = batch

@@ -4,7 +4,7 @@ It is linear in lhs, and its weights are linear in each kind of scales and in th
 grouped products with dequantized weights, [groups, k, n], which XLA writes to memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax_splitk.problems import quantized_ragged_reference as reference
 from jax_splitk.problems.quantized_reference import to_cotangent, widened
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.runtime import _compat
+from jax_splitk.runtime.computation import one_computation
 
 # ---- differentiation -------------------------------------------------------------------------------------------------
 
@@ -30,9 +31,8 @@ def tangent_terms(primals: Sequence[Any], dots: Sequence[Any], call: QuantizedRa
     moving = [i for i, dot in enumerate(of_weight) if dot is not None and not isinstance(dot, ad.Zero)]
     if moving:
         sharding = _compat.explicit_sharding(call.type_of(*map(jax.typeof, primals)))
-        automatic = _compat.over_auto_axes(_weight_term(call, moving, call.grouped(sharding)), sharding)
-        given = [of_weight[i] for i in moving]
-        terms.append(automatic(*primals, *given))
+        term = lambda *operands: _weight_term(call, tuple(moving), sharding, *operands)  # noqa: E731
+        terms.append(_compat.over_auto_axes(term, sharding)(*primals, *(of_weight[i] for i in moving)))
     return terms
 
 
@@ -41,26 +41,23 @@ def _jvp(primals: Sequence[Any], dots: Sequence[Any], *, call: QuantizedRaggedCa
     return out, tangents.summed(tangent_terms(primals, dots, call), out)
 
 
-def _weight_term(call: QuantizedRaggedCall, moving: Sequence[int], grouped: Any) -> Callable[..., jax.Array]:
+@one_computation(0, 1, 2)
+def _weight_term(call: QuantizedRaggedCall, moving: tuple[int, ...], sharding: Any, *operands: jax.Array) -> jax.Array:
     """The result's tangent by those of some of scales (0), zero points (1) and channel scales (2), which follow the
-    operands: lhs times the tangent of the dequantized weights, in float32."""
+    operands: lhs times the tangent of the dequantized weights, in float32. `sharding`: see `grouped`."""
+    given, moved = operands[: -len(moving)], operands[-len(moving) :]
+    lhs, (values, *floats), rest = reference.split(call.layout, call.has_zero, given)
+    dots = dict(zip(moving, moved, strict=True))
 
-    def term(*operands: jax.Array) -> jax.Array:
-        given, moved = operands[: -len(moving)], operands[-len(moving) :]
-        lhs, (values, *floats), rest = reference.split(call.layout, call.has_zero, given)
-        dots = dict(zip(moving, moved, strict=True))
+    def weights(*floats: Any) -> jax.Array:
+        return reference.dequantized(call.layout, (values, *floats))  # pyright: ignore[reportArgumentType]
 
-        def weights(*floats: Any) -> jax.Array:
-            return reference.dequantized(call.layout, (values, *floats))  # pyright: ignore[reportArgumentType]
-
-        (weight,) = tangents.by_some(weights, floats, [dots.get(i) for i in range(len(floats))])
-        groups, k, n = weight.shape
-        total = rest[0].shape[0] if call.has_offset else 0
-        sizes = (groups, lhs.shape[0], k, n)
-        problem = RaggedDotProblem("forward", *sizes, "float32", "float32", "highest", total_groups=total)
-        return grouped(problem, lhs.astype(jnp.float32), weight, *rest).astype(call.out_dtype)
-
-    return term
+    (weight,) = tangents.by_some(weights, floats, [dots.get(i) for i in range(len(floats))])
+    groups, k, n = weight.shape
+    total = rest[0].shape[0] if call.has_offset else 0
+    sizes = (groups, lhs.shape[0], k, n)
+    problem = RaggedDotProblem("forward", *sizes, "float32", "float32", "highest", total_groups=total)
+    return call.grouped(sharding)(problem, lhs.astype(jnp.float32), weight, *rest).astype(call.out_dtype)
 
 
 def _transpose(ct: Any, lhs: Any, *others: Any, call: QuantizedRaggedCall) -> list[Any]:
@@ -69,16 +66,18 @@ def _transpose(ct: Any, lhs: Any, *others: Any, call: QuantizedRaggedCall) -> li
     if isinstance(ct, ad.Zero):
         return [None, *none]
     dtype, sharding = lhs.aval.dtype, _compat.explicit_sharding(lhs.aval)
-    grouped = call.grouped(sharding)
-
-    def back(ct: jax.Array, *others: jax.Array) -> jax.Array:
-        ct, leaves, rest = reference.split(call.layout, call.has_zero, (ct, *others))
-        found = reference.product(call.layout, ct, leaves, rest, widened(dtype), grouped, transposed=True)
-        return to_cotangent(found, dtype)
-
-    automatic = _compat.over_auto_axes(back, sharding)
+    automatic = _compat.over_auto_axes(lambda *given: _lhs_cotangent(call, dtype, sharding, *given), sharding)
     with jax.named_scope("lhs_gradient"):
         return [automatic(ct, *others), *none]
+
+
+@one_computation(0, 1, 2)
+def _lhs_cotangent(call: QuantizedRaggedCall, dtype: Any, sharding: Any, *operands: jax.Array) -> jax.Array:
+    """The cotangent, in `dtype`, of the lhs, in whose place `operands` has that of the result. `sharding`: see
+    `grouped`."""
+    ct, leaves, rest = reference.split(call.layout, call.has_zero, operands)
+    found = reference.product(call.layout, ct, leaves, rest, widened(dtype), call.grouped(sharding), transposed=True)
+    return to_cotangent(found, dtype)
 
 
 ad.primitive_jvps[quantized_ragged_dot_p] = _jvp

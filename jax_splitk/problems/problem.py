@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from jax import numpy as jnp
 
 from jax_splitk.runtime.arguments import quoted, require
 
+_Base = TypeVar("_Base")
 MOST = 2**40  # sizes are below it
 
 ArrayTypes = Sequence[tuple[tuple[int, ...], str]]  # (shape, dtype) of each
@@ -61,6 +62,12 @@ class Problem(Protocol):
 def nbytes(shape: Sequence[int], dtype: str) -> int:
     """The size of an array in bytes."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def as_base(base: type[_Base], value: _Base) -> _Base:
+    """The fields of a dataclass that its base `base` has, as one of that."""
+    fields: Any = dataclasses.fields(base)  # pyright: ignore[reportArgumentType]
+    return base(**{field.name: getattr(value, field.name) for field in fields})
 
 
 def brief_dtypes(dtype: str, out_dtype: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words
-from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes
+from jax_splitk.problems.problem import ArrayTypes, as_base, brief_dtypes, nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import normals
 
@@ -46,8 +46,7 @@ class QuantizedEpilogueProblem(QuantizedMatmulProblem):
     @functools.cached_property
     def product(self) -> QuantizedMatmulProblem:
         """The same product without its epilogue."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(QuantizedMatmulProblem)}
-        return QuantizedMatmulProblem(**own)
+        return as_base(QuantizedMatmulProblem, self)
 
     @property
     def sums(self) -> QuantizedMatmulProblem:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_splitk.problems import quantized_ragged_reference
 from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words
-from jax_splitk.problems.problem import ArrayTypes, nbytes
+from jax_splitk.problems.problem import ArrayTypes, as_base, nbytes
 from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_ragged_reference import Grouped
@@ -48,8 +48,7 @@ class QuantizedRaggedEpilogueProblem(QuantizedRaggedDotProblem):
     @functools.cached_property
     def alone(self) -> QuantizedRaggedDotProblem:
         """The same grouped product without its epilogue."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(QuantizedRaggedDotProblem)}
-        return QuantizedRaggedDotProblem(**own)
+        return as_base(QuantizedRaggedDotProblem, self)
 
     @property
     def sums(self) -> QuantizedRaggedDotProblem:

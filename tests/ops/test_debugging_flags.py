@@ -71,6 +71,10 @@ def _product(x: Any, q: Any, implementation: str) -> jax.Array:
     return jax_splitk.quantized_matmul(x, packed, implementation=implementation)
 
 
+def _experts(activation: Any, bias: Any, x: Any, q: Any, sizes: Any) -> jax.Array:
+    return jax_splitk.ragged_dot(x, jax_splitk.prepack(q, stack=1), sizes, bias=bias, activation=activation)
+
+
 def _quantized() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int]]:
     w, x = _of(64, 16), _of(4, 64, dtype=jnp.bfloat16)
     for name in FORMATS:
@@ -84,6 +88,10 @@ def _quantized() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], int
         x, jax_splitk.QuantizedArray(qvalue, scale, qtype="nf4")
     )
     yield "scales", scaled, (q.scale, x, q.qvalue), 2
+    of_experts = jax.device_get(jax_splitk.quantize(_of(3, 64, 16), "int4", group_size=32, axis=1))
+    operands = (_of(3, 16), x, of_experts, np.array([2, 0, 1], np.int32))
+    for activation in (None, "silu"):
+        yield f"experts with a bias and {activation}", functools.partial(_experts, activation), operands, 2
 
 
 @functools.cache

@@ -16,7 +16,8 @@ MARGIN = 0.5  # of the next token's logit over all others; the head is trained f
 DIFFERENCE = 0.05  # the most by which logits differ: separate operations round to bfloat16 more often
 
 
-def check(sizes: Sizes) -> None:
+def check(sizes: Sizes, implementation: str) -> None:
+    assert decoder.implementations(sizes) == {implementation}
     found = decoder.greedy(sizes)
     text, wanted = found["text"]
     for name in ("fused", "apart"):
@@ -30,9 +31,9 @@ def check(sizes: Sizes) -> None:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 def test_200_tokens() -> None:
-    check(SMALL)
+    check(SMALL, "host")
 
 
 @pytest.mark.gpu
 def test_200_tokens_by_kernels() -> None:
-    check(LARGE)
+    check(LARGE, "cutlass")

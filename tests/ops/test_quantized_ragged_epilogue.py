@@ -78,6 +78,10 @@ def test_the_references_are_float64s(groups: int, case: Case, total: int) -> Non
     p = experts.problem(groups, case, total)
     operation, wide = OPERATIONS[p.op], dataclasses.replace(p, out_dtype="float32")
     assert operation.check is not None
+    functions = [functools.partial(f, each) for f, each in (
+        (operation.reference, wide), (operation.check, wide), (operation.reference, p),
+    )]  # fmt: skip
+    results = jax.jit(lambda *operands: [function(*operands) for function in functions])
     for seed in range(operation.kinds):
         operands = operation.random_operands(p, seed)
         assert [(x.shape, x.dtype.name) for x in operands] == list(p.operand_types)
@@ -85,9 +89,7 @@ def test_the_references_are_float64s(groups: int, case: Case, total: int) -> Non
         weights = jax.jit(functools.partial(reference.dequantized, layout))(leaves)
         rows = ragged_dots.group_rows(p.m, np.asarray(rest[0]), int(rest[1][0]) if total else 0, groups)
         exact = in_float64(case, x, weights, operands[-1] if case.bias != "none" else None, rows)
-        checked = functools.partial(operation.check, wide)
-        functions = [*(functools.partial(operation.reference, each) for each in (wide, p)), checked]
-        found, rounded, blocks = together(functions, *operands)
+        found, blocks, rounded = results(*operands)
         assert found.shape == p.out_shape == exact.shape
         for out, limit in ((found, 1e-5), (blocks, 1e-5), (rounded, 4 * 2**-9)):  # all rows may be of other groups
             assert np.linalg.norm(np.asarray(out, np.float64) - exact) <= limit * np.linalg.norm(exact)
@@ -106,9 +108,9 @@ def test_exact_on_integers(groups: int, case: Case, total: int, options: dict[st
     x, words, scale, sizes, *offset, bias = map(jnp.asarray, operands)
     w = dataclasses.replace(packed(stack(n=p.n, groups=groups)), words=words, scale=scale, dims=(p.k, p.n),
                             group_size=p.group_size)  # fmt: skip
-    given: Any = JoinedWeight(w) if p.activation in products.GATED else w
+    given: Any = JoinedWeight(w) if case.activation in products.GATED else w
     more = {"group_offset": offset[0]} if offset else {}
-    out = ragged_dot(x, given, sizes, bias=bias, activation=p.activation, **more, **options)
+    out = ragged_dot(x, given, sizes, bias=bias, activation=case.activation, **more, **options)
     np.testing.assert_array_equal(out, exact)
 
 

@@ -8,8 +8,8 @@
 // otherwise some workers have a tile more. With SPLITS above 1 there is a cluster for each tile that any
 // sizes may make; those that have none return.
 //
-// Rows of x that belong to no weight have results of zero, also with an epilogue: all thread blocks write them
-// together. Each weight has a bias of its own.
+// Rows of x that belong to no weight have results of zero, also with an epilogue: all thread blocks write
+// them together. Each weight has a bias of its own.
 //
 // Included by tiles.cuh, where EXPERTS is not 0. Macros: EXPERTS (at least as many as there are groups),
 // HAS_OFFSET (1: a group offset is given), CUT, and those of tiles.cuh.

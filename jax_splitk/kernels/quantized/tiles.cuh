@@ -537,8 +537,8 @@ __device__ inline void add_slots(const Schedule& g, int before, int range_blocks
   const Place at = place_of(g, before + tile, rank);
   const int warp = threadIdx.x / 32;
   store(g, at.destination(g, out), shared_address(staging[warp]),
-        (at.m * M_WARPGROUPS + warpgroup) * WARPGROUP_M + warp * 16, at.first_row() + chunk * 16, at.rows_end(g),
-        v, threadIdx.x % 32);
+        (at.m * M_WARPGROUPS + warpgroup) * WARPGROUP_M + warp * 16, at.first_row() + chunk * 16,
+        at.rows_end(g), v, threadIdx.x % 32);
 }
 
 #if EXPERTS
