@@ -17,10 +17,9 @@ class ExpertsHost(PackedHost):
     def weights(self, problem: QuantizedRaggedDotProblem) -> int:
         return problem.groups
 
-    def candidates(self, problem: QuantizedRaggedDotProblem, target: Target) -> list[Config]:
+    def divisions(self, problem: QuantizedRaggedDotProblem, target: Target) -> list[Config]:
         """Splits if a result has few tiles, and three row blocks."""
-        configs = [Config(s, b) for b in (24, 96, 384) for s in sorted({1, target.cores, 2 * target.cores})]
-        return [config for config in configs if self.config_refusal(problem, config) is None]
+        return [Config(s, b) for b in (24, 96, 384) for s in sorted({1, target.cores, 2 * target.cores})]
 
     def _product(self, p: QuantizedRaggedDotProblem, config: Config, rows: int, groups: int, more: int) -> Product:
         sizes, division = (rows, p.k, p.n, groups), {"splits": config.splits, "row_block": config.row_block}

@@ -51,10 +51,7 @@ class PackedHost(NamedByFormat, HostFamily[Any, Config]):
         return 1
 
     def problem_refusal(self, problem: Any) -> str | None:
-        for name in self.sizes:
-            if getattr(problem, name) > host.INT32_MAX:
-                return f"{name}={getattr(problem, name)}; accepted: at most {host.INT32_MAX}"
-        return None
+        return host.too_large(problem, *self.sizes)
 
     def config_refusal(self, problem: Any, config: Config) -> str | None:
         splits = range(1, min(host.ceil_div(problem.k, TILE), host.MAX_SPLITS) + 1)
@@ -64,18 +61,14 @@ class PackedHost(NamedByFormat, HostFamily[Any, Config]):
         """XLA:CPU is faster with many rows: it decodes each weight once for all rows."""
         if problem.rows > MOST_ROWS * self.weights(problem):
             return f"rows={problem.rows} are faster on XLA:CPU; preferred up to {MOST_ROWS} for each weight"
-        if problem.flops < 512:
-            return "the problem is so small that the call itself takes most of the time"
-        return None
+        return host.too_small(problem)
 
-    def attributes(self, problem: Any, config: Config) -> dict[str, Any]:
+    def attributes(self, problem: Any) -> dict[str, Any]:
         return {
             "values": formats.table(formats.FORMATS[problem.qtype]),
             "has_zero": np.bool_(problem.zero_dtype != "none"),
             "has_channel": np.bool_(problem.channel_dtype != "none"),
             "group_size": np.int64(problem.group_size),
-            "splits": np.int64(config.splits),
-            "row_block": np.int64(config.row_block),
         }
 
 
@@ -84,11 +77,10 @@ class QuantizedHost(PackedHost):
     ABI = 3
     sizes = ("rows", "k", "features")
 
-    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
+    def divisions(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
         """Few splits if features and rows give enough tasks, and three row blocks."""
         splits = sorted({1, 2, 4, 8, target.cores, 2 * target.cores})
-        configs = [Config(s, b) for b in (24, 96, 384) if b < problem.rows + 96 for s in splits]
-        return [config for config in configs if self.config_refusal(problem, config) is None]
+        return [Config(s, b) for b in (24, 96, 384) if b < problem.rows + 96 for s in splits]
 
     def product(self, problem: QuantizedMatmulProblem, config: Config) -> Product:
         sizes = (problem.rows, problem.k, problem.features)
