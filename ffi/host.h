@@ -12,18 +12,13 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostWgrad);
 // out, workspace; attributes geometry (int64 array), mirrored, splits, block (int64).
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostConv);
 
-// Products of an activation and a packed quantized weight, target jax_splitk_host_quantized_matmul_v4.
-// Arguments x [rows, k], words, scale and, for weights that have them, zero points and channel scales in the
-// order of jax_splitk/quantized/packing.py; results out [rows, features], workspace; attributes values
-// (float32 array: the value of each code), group_size, splits, row_block, channels (int64; 0: no channel
-// scales).
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantizedMatmul);
-
-// Grouped products with a stack of packed quantized weights, target jax_splitk_host_quantized_ragged_dot_v1. Arguments x
-// [m, k], words, scale and, for weights that have them, zero points and channel scales, each with the stack's dimension
-// in front, group_sizes (int32) and maybe group_offset (one int32); results out [m, features], workspace; attributes
-// values, group_size, splits, row_block as above, has_zero, has_channel (bool).
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantizedRaggedDot);
+// Products with a packed quantized weight, and grouped products with a stack of them, target
+// jax_splitk_host_quantized_v5. Arguments x [rows, k], words, scale and, for weights that have them, zero
+// points and channel scales in the order of jax_splitk/quantized/packing.py. Those of a stack have its
+// dimension in front; group_sizes (int32) and maybe group_offset (one int32) follow. Results out [rows,
+// features], workspace; attributes values (float32 array: the value of each code), has_zero, has_channel
+// (bool), group_size, splits, row_block (int64).
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxSplitkHostQuantized);
 
 // Grouped products, target jax_splitk_host_ragged_dot_v1. Arguments lhs [m, k], rhs, group_sizes (int32) and
 // maybe group_offset (one int32), as RaggedDotProblem in jax_splitk/problems/ragged_dot.py has them; results

@@ -1,9 +1,7 @@
 // The tiles of packed quantized weights, in the order of jax_splitk/quantized/packing.py, decoded to floats.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 
 #include "host_product.h"
@@ -84,9 +82,5 @@ struct PackedTiles {
     }
   }
 };
-
-inline bool Is(ffi::AnyBuffer::Dimensions dimensions, std::initializer_list<int64_t> expected) {
-  return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
-}
 
 }  // namespace jax_splitk

@@ -50,8 +50,7 @@ NB_MODULE(_ffi, m) {
   });
   m.def("host_conv_handler", [] { return HandlerCapsule(JaxSplitkHostConv); });
   m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });
-  m.def("host_quantized_handler", [] { return HandlerCapsule(JaxSplitkHostQuantizedMatmul); });
-  m.def("host_experts_handler", [] { return HandlerCapsule(JaxSplitkHostQuantizedRaggedDot); });
+  m.def("host_quantized_handler", [] { return HandlerCapsule(JaxSplitkHostQuantized); });
   m.def("host_ragged_handler", [] { return HandlerCapsule(JaxSplitkHostRaggedDot); });
 
   m.attr("VERSION") = JAX_SPLITK_VERSION;

@@ -28,13 +28,9 @@ from jax_splitk.runtime.source import Source
 LAUNCH_TARGET = "jax_splitk_launch_v2"
 HOST_CONV_TARGET = "jax_splitk_host_conv_v2"
 HOST_WGRAD_TARGET = "jax_splitk_host_conv_wgrad_v3"
-HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_matmul_v4"
-HOST_EXPERTS_TARGET = "jax_splitk_host_quantized_ragged_dot_v1"
+HOST_QUANTIZED_TARGET = "jax_splitk_host_quantized_v5"
 HOST_RAGGED_TARGET = "jax_splitk_host_ragged_dot_v1"
-TARGETS = (
-    *(LAUNCH_TARGET, HOST_CONV_TARGET, HOST_WGRAD_TARGET),
-    *(HOST_QUANTIZED_TARGET, HOST_EXPERTS_TARGET, HOST_RAGGED_TARGET),
-)
+TARGETS = (LAUNCH_TARGET, HOST_CONV_TARGET, HOST_WGRAD_TARGET, HOST_QUANTIZED_TARGET, HOST_RAGGED_TARGET)
 PLAN_MAGIC = 0x4B50534A
 PLAN_VERSION = 2
 

@@ -10,7 +10,6 @@ from jax_splitk import _ffi
 from jax_splitk.runtime import settings, streams
 from jax_splitk.runtime.plan import (
     HOST_CONV_TARGET,
-    HOST_EXPERTS_TARGET,
     HOST_QUANTIZED_TARGET,
     HOST_RAGGED_TARGET,
     HOST_WGRAD_TARGET,
@@ -26,7 +25,6 @@ def register() -> None:
     jax.ffi.register_ffi_target(HOST_CONV_TARGET, _ffi.host_conv_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")
-    jax.ffi.register_ffi_target(HOST_EXPERTS_TARGET, _ffi.host_experts_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_RAGGED_TARGET, _ffi.host_ragged_handler(), platform="cpu")
     logger = logging.getLogger("jax_splitk")
     streams.guard_log(logger)

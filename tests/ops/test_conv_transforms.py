@@ -185,31 +185,6 @@ def test_master_weights_in_forward_mode() -> None:
     np.testing.assert_array_equal(*(jax.grad(squared(layer), 1)(x, rhs) for x in (images, images.astype(jnp.float32))))
 
 
-# ---- checkpoint ------------------------------------------------------------------------------------------------------
-
-
-POLICIES = ("dots_saveable", "nothing_saveable", "everything_saveable", "dots_with_no_batch_dims_saveable")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_checkpoint_policies_treat_it_as_laxs(policy: str) -> None:
-    """A policy that saves the results of convolutions saves ours."""
-    conv = dataclasses.replace(PLAIN, channels=(4, 4), padding="SAME")
-    lhs, rhs, _ = conv.integers(generator(5))
-
-    def network(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        block = jax.checkpoint(
-            lambda x, w: jnp.sin(f(jnp.sin(f(x, w)), w)), policy=getattr(jax.checkpoint_policies, policy)
-        )
-        return lambda x, w: block(x, w).sum()
-
-    gradients = [jax.grad(network(f), (0, 1)) for f in (conv.ours, conv.lax)]
-    np.testing.assert_allclose(*(each[1] for each in together(gradients, lhs, rhs)), rtol=1e-4, atol=1e-4)
-    names = [[eqn.primitive.name for eqn in equations(g, lhs, rhs)] for g in gradients]
-    convolutions = [sum(name.startswith("conv_") for name in of) for of in names]
-    assert convolutions[0] == convolutions[1]
-
-
 # ---- several devices -------------------------------------------------------------------------------------------------
 
 

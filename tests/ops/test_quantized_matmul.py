@@ -118,8 +118,7 @@ def test_leading_dimensions(leading: tuple[int, ...]) -> None:
     np.testing.assert_allclose(out, np.asarray(x, np.float64) @ values, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("k, features", [(1, 1), (33, 65), (100, 3), (129, 200)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "k", "features"), crossed(list(FORMS), [(1, 1), (33, 65), (100, 3), (129, 200)]))
 def test_odd_shapes(form: str, k: int, features: int) -> None:
     q, values = every_code("int4", k, features, k)
     x = jax.random.randint(jax.random.key(5), (3, k), -4, 5).astype(jnp.bfloat16)
@@ -127,9 +126,9 @@ def test_odd_shapes(form: str, k: int, features: int) -> None:
     np.testing.assert_allclose(out, np.asarray(x, np.float64) @ values, rtol=1e-6, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "features"), [(3, 0), (0, 5), (0, 0)])
-@pytest.mark.parametrize("x_dtype", ["float16", "float8_e4m3fn"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "x_dtype", "rows", "features"), crossed(
+    list(FORMS), ["float16", "float8_e4m3fn"], [(3, 0), (0, 5), (0, 0)]
+))  # fmt: skip
 def test_empty_products_and_their_cotangents(form: str, x_dtype: str, rows: int, features: int) -> None:
     q = quantize(jnp.ones((128, features)), "int4", group_size=64, symmetric=False)
     w = FORMS[form](dataclasses.replace(q, zero_point=q.zero_point.astype(jnp.float32)))

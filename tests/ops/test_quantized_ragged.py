@@ -21,7 +21,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize
 from jax_splitk.runtime import compiler
-from jax_splitk.runtime.plan import HOST_EXPERTS_TARGET, HOST_RAGGED_TARGET, LAUNCH_TARGET
+from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET, HOST_RAGGED_TARGET, LAUNCH_TARGET
 from jax_splitk.tuning.key import problem_as_dict, problem_from_dict
 from tests import experts, products, ragged_dots
 from tests.checkpoints import writers
@@ -311,7 +311,7 @@ def test_export() -> None:
     function, x = jax.jit(lambda x, s: ragged_dot(x, w, s)), tokens("bfloat16")
     exported = export.export(function, platforms=["cpu", "cuda"], disabled_checks=jax_splitk.EXPORT_CHECKS)
     module = exported(x, jnp.asarray(SIZES)).mlir_module()
-    for target in (HOST_EXPERTS_TARGET, LAUNCH_TARGET):
+    for target in (HOST_QUANTIZED_TARGET, LAUNCH_TARGET):
         assert f"@{target}" in module
 
 

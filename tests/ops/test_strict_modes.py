@@ -10,6 +10,7 @@ import pytest
 from jax import numpy as jnp
 
 import jax_splitk
+from tests.exhaustive import thinned
 from tests.problems import generator
 from tests.transformations import operations
 
@@ -78,7 +79,7 @@ def _everything(function: Callable[..., jax.Array], operands: tuple[jax.Array, .
     return out, back(out), tangent, mapped
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 2))
 def test_results_are_those_of_the_default_modes(name: str) -> None:
     function, given = CASES[name]
     operands = tuple(map(jnp.asarray, given))

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 import jax_splitk
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from jax_splitk.quantized.matrix import from_matrix, group_tile, to_matrix
+from tests.exhaustive import thinned
 from tests.problems import seeded
 
 # Shape of a weight, the axes that a product contracts, the group size, and how many leading axes count weights.
@@ -38,7 +39,7 @@ def packed(shape: tuple[int, ...], axes: tuple[int, ...], group: int | None, sta
     return prepack(weight(shape, axes, group), axis=axes, stack=stack)
 
 
-@pytest.mark.parametrize(("shape", "axes", "group", "stack"), KERNELS)
+@pytest.mark.parametrize(("shape", "axes", "group", "stack"), thinned(KERNELS, 2))
 def test_groups_are_runs_of_the_contracted_axes(
     shape: tuple[int, ...], axes: tuple[int, ...], group: int | None, stack: int
 ) -> None:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 def test_what_is_dumped_is_loaded_again(target: Target, op: str, cache: pathlib.Path) -> None:
     with seeded(1) as rng:
         pairs = []
-        for _ in range(20):
+        for _ in range(6):
             key = random_key(rng, target, op)
             entry = random_entry(rng, key, target)
             assert entries.loads(entry.dumps(), key) == entry

@@ -35,7 +35,7 @@ SHIPPED = table.FOLDER
 def test_what_was_tuned_becomes_a_row(op: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     with seeded(51) as rng:
         wanted: dict[Any, Entry] = {}
-        while len(wanted) < 12:
+        while len(wanted) < 6:
             entry = random_entry(rng, key := random_key(rng, target, op), target)
             if entry.us(entry.choice) is not None:
                 wanted[key] = entry

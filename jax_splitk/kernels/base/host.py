@@ -2,7 +2,10 @@
 
 import abc
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from jax_splitk.kernels.base.cost_model import HostRates, rates
 from jax_splitk.kernels.base.family import Family
@@ -92,7 +95,7 @@ class Product:
 
 
 class HostFamily(Family[_Problem, _Config]):
-    """A C++ handler of the package, which runs on XLA's threads on any CPU.
+    """A C++ handler of the package, which runs on XLA's threads on any CPU. A config's fields are numbers.
 
     Attributes:
       handler: its name.
@@ -106,8 +109,15 @@ class HostFamily(Family[_Problem, _Config]):
         """The product that the handler computes."""
 
     @abc.abstractmethod
-    def attributes(self, problem: _Problem, config: _Config) -> dict[str, Any]:
-        """The handler's attributes."""
+    def divisions(self, problem: _Problem, target: Target) -> Iterable[_Config]:
+        """Configs of which the legal ones are the candidates."""
+
+    @abc.abstractmethod
+    def attributes(self, problem: _Problem) -> dict[str, Any]:
+        """The handler's attributes beside the config's fields."""
+
+    def candidates(self, problem: _Problem, target: Target) -> list[_Config]:
+        return [c for c in self.divisions(problem, target) if self.config_refusal(problem, c) is None]
 
     def estimate(self, problem: _Problem, config: _Config, target: Target) -> float:
         return self.product(problem, config).seconds(target)
@@ -122,8 +132,21 @@ class HostFamily(Family[_Problem, _Config]):
         return self.product(problem, config).workspace_bytes
 
     def plan(self, problem: _Problem, config: _Config) -> CustomCall:
+        fields = {name: np.int64(value) for name, value in vars(config).items()}
         workspace = self.workspace_bytes(problem, config)
-        return CustomCall(self.handler, self.attributes(problem, config), workspace, in_float32=True)
+        return CustomCall(self.handler, {**self.attributes(problem), **fields}, workspace, in_float32=True)
+
+
+def too_large(problem: Any, *sizes: str) -> str | None:
+    """The first of a problem's sizes that an int32 does not hold."""
+    large = ((name, value) for name in sizes if (value := getattr(problem, name)) > INT32_MAX)
+    return next((f"{name}={value}; accepted: at most {INT32_MAX}" for name, value in large), None)
+
+
+def too_small(problem: Any) -> str | None:
+    if problem.flops >= 512:
+        return None
+    return "the problem is so small that the call itself takes most of the time"
 
 
 def ceil_div(a: int, b: int) -> int:

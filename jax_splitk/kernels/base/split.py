@@ -50,9 +50,6 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         """The largest number of blocks in a split of a float32 result. The tensor cores truncate their fp32 sums, and
         the error grows with the number of additions in a row. A float32 result shows this error; in a 16-bit result
         rounding hides it.
-
-        The tensor cores truncate their fp32 sums, an error that grows with the number of additions in a row. A float32
-        result keeps it; in a 16-bit one rounding hides it.
         """
 
     def smallest_refusal(self, problem: Any, smallest: _Config) -> str | None:

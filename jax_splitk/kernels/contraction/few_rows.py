@@ -173,9 +173,6 @@ class FewRows(ModelledFamily[DotProblem, Config]):
             cluster=config.splits,
         )
 
-    def workspace_bytes(self, problem: DotProblem, config: Config) -> int:
-        return 0
-
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def _tiles(self, problem: DotProblem, config: Config) -> int:

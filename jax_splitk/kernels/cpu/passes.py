@@ -47,9 +47,8 @@ class ConvHost(HostFamily[ConvProblem, Config]):
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
         return "XLA:CPU is faster"
 
-    def candidates(self, problem: ConvProblem, target: Target) -> list[Config]:
-        configs = [Config(splits, block) for splits in (1, 4) for block in (64, 128, 256)]
-        return [config for config in configs if self.config_refusal(problem, config) is None]
+    def divisions(self, problem: ConvProblem, target: Target) -> list[Config]:
+        return [Config(splits, block) for splits in (1, 4) for block in (64, 128, 256)]
 
     def product(self, problem: ConvProblem, config: Config) -> Product:
         p = forward(problem)
@@ -57,12 +56,10 @@ class ConvHost(HostFamily[ConvProblem, Config]):
         k, groups = p.taps * p.group_channels[0], p.feature_group_count
         return Product(rows, k, p.group_channels[1], groups, config.splits, config.block, _ROW_BLOCK)
 
-    def attributes(self, problem: ConvProblem, config: Config) -> dict[str, Any]:
+    def attributes(self, problem: ConvProblem) -> dict[str, Any]:
         return {
             "geometry": wgrad_host.geometry_attribute(forward(problem)),
             "mirrored": np.int64(not isinstance(problem, ConvFpropProblem)),
-            "splits": np.int64(config.splits),
-            "block": np.int64(config.block),
         }
 
 

@@ -1,4 +1,4 @@
-"""The `host` product with a packed quantized weight: split-k over XLA's CPU threads (see ffi/host_quantized.cc).
+"""The `host` product with packed quantized weights: split-k over XLA's CPU threads (see ffi/host_quantized.cc).
 
 A thread decodes a tile of 64 features by 64 k to float32, multiplies it with its rows of the activation, and goes on
 along its part of k. If there are several parts, a second pass adds their partial sums in order, as in CUTLASS's
@@ -6,11 +6,12 @@ parallel split-k.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jax_splitk.kernels.base import host
+from jax_splitk.kernels.base.family import field_refusal
 from jax_splitk.kernels.base.host import HostFamily, Product
 from jax_splitk.kernels.base.named import NamedByFormat
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -19,7 +20,7 @@ from jax_splitk.quantized.packing import TILE
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET
 from jax_splitk.runtime.target import Target
 
-MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc and ffi/host_experts.cc have the same
+MAX_ROW_BLOCK = 1024  # ffi/host_quantized.cc has the same
 MOST_ROWS = 128  # of a weight: with more, XLA is faster, which decodes all of it once for all rows
 # A task decodes tiles. Rows of x are plain; a column's values are decoded.
 DECODING: dict[str, Any] = {"depth": TILE, "row_cost": 0.02, "column_cost": 4.0}
@@ -35,53 +36,55 @@ class Config:
     row_block: int
 
 
-class QuantizedHost(NamedByFormat, HostFamily[QuantizedMatmulProblem, Config]):
-    """Serves every valid problem whose sizes an int32 holds."""
+class PackedHost(NamedByFormat, HostFamily[Any, Config]):
+    """Serves every valid problem whose sizes an int32 holds.
 
+    Attributes:
+      sizes: the names of a problem's sizes.
+    """
+
+    handler = HOST_QUANTIZED_TARGET
+    sizes: ClassVar[tuple[str, ...]]
+
+    def weights(self, problem: Any) -> int:
+        """The number of weights."""
+        return 1
+
+    def problem_refusal(self, problem: Any) -> str | None:
+        return host.too_large(problem, *self.sizes)
+
+    def config_refusal(self, problem: Any, config: Config) -> str | None:
+        splits = range(1, min(host.ceil_div(problem.k, TILE), host.MAX_SPLITS) + 1)
+        return field_refusal(config, splits=splits, row_block=range(1, MAX_ROW_BLOCK + 1))
+
+    def why_xla_untuned(self, problem: Any) -> str | None:
+        """XLA:CPU is faster with many rows: it decodes each weight once for all rows."""
+        if problem.rows > MOST_ROWS * self.weights(problem):
+            return f"rows={problem.rows} are faster on XLA:CPU; preferred up to {MOST_ROWS} for each weight"
+        return host.too_small(problem)
+
+    def attributes(self, problem: Any) -> dict[str, Any]:
+        return {
+            "values": formats.table(formats.FORMATS[problem.qtype]),
+            "has_zero": np.bool_(problem.zero_dtype != "none"),
+            "has_channel": np.bool_(problem.channel_dtype != "none"),
+            "group_size": np.int64(problem.group_size),
+        }
+
+
+class QuantizedHost(PackedHost):
     name = "quantized_host"
     ABI = 3
-    handler = HOST_QUANTIZED_TARGET
+    sizes = ("rows", "k", "features")
 
-    def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
-        for argument in ("rows", "k", "features"):
-            if getattr(problem, argument) > host.INT32_MAX:
-                return f"{argument}={getattr(problem, argument)}; at most {host.INT32_MAX} is supported"
-        return None
-
-    def config_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
-        most = min(problem.k_tiles, host.MAX_SPLITS)
-        if not 1 <= config.splits <= most:
-            return f"splits={config.splits} is outside 1..{most} (k / {TILE} rounded up, at most {host.MAX_SPLITS})."
-        if not 1 <= config.row_block <= MAX_ROW_BLOCK:
-            return f"row_block={config.row_block} is outside 1..{MAX_ROW_BLOCK}."
-        return None
-
-    def why_xla_untuned(self, problem: QuantizedMatmulProblem) -> str | None:
-        """XLA:CPU is faster with many rows: it decodes the whole weight once for all rows."""
-        if problem.rows > MOST_ROWS:
-            return f"rows={problem.rows} are faster on XLA:CPU; preferred up to {MOST_ROWS}"
-        if problem.flops < 512:
-            return "the problem is so small that the call itself takes most of the time"
-        return None
-
-    def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
+    def divisions(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
         """Few splits if features and rows give enough tasks, and three row blocks."""
         splits = sorted({1, 2, 4, 8, target.cores, 2 * target.cores})
-        configs = [Config(s, b) for b in (24, 96, 384) if b < problem.rows + 96 for s in splits]
-        return [config for config in configs if self.config_refusal(problem, config) is None]
+        return [Config(s, b) for b in (24, 96, 384) if b < problem.rows + 96 for s in splits]
 
     def product(self, problem: QuantizedMatmulProblem, config: Config) -> Product:
         sizes = (problem.rows, problem.k, problem.features)
         return Product(*sizes, 1, config.splits, row_block=config.row_block, **DECODING)
-
-    def attributes(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, Any]:
-        return {
-            "values": formats.table(formats.FORMATS[problem.qtype]),
-            "group_size": np.int64(problem.group_size),
-            "splits": np.int64(config.splits),
-            "row_block": np.int64(config.row_block),
-            "channels": np.int64(problem.channel_dtype != "none"),
-        }
 
 
 FAMILY = QuantizedHost(Config)

@@ -43,13 +43,10 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         for name in ("dtype", "out_dtype"):
             if getattr(problem, name) not in DTYPES[:3]:
                 return f"{name}={getattr(problem, name)}; accepted: {', '.join(DTYPES[:3])}"
-        for name in ("groups", "m", "k", "n", "total_groups"):
-            if getattr(problem, name) > host.INT32_MAX:
-                return f"{name}={getattr(problem, name)}; accepted: at most {host.INT32_MAX}"
-        return None
+        return host.too_large(problem, "groups", "m", "k", "n", "total_groups")
 
     def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
-        k = self._product(problem, config).k
+        k = self.product(problem, config).k
         splits = range(1, max(1, min(k, host.MAX_SPLITS)) + 1)
         return field_refusal(config, splits=splits, row_block=range(1, _MAX_ROW_BLOCK + 1))
 
@@ -57,39 +54,32 @@ class RaggedHost(HostFamily[RaggedDotProblem, Config]):
         """Why XLA:CPU is as fast, although it multiplies every row with every group's matrix."""
         if problem.groups == 1 and not problem.has_offset:
             return "a product of one group is a dense one; preferred from two groups on"
-        if problem.flops < 512:
-            return "the problem is so small that the call itself takes most of the time"
-        return None
+        return host.too_small(problem)
 
-    def candidates(self, problem: RaggedDotProblem, target: Target) -> list[Config]:
+    def divisions(self, problem: RaggedDotProblem, target: Target) -> list[Config]:
         """Splits if a result has few tiles, and three row blocks."""
-        configs = [Config(s, b) for b in (24, 96, 384) for s in sorted({1, target.cores, 2 * target.cores})]
-        return [config for config in configs if self.config_refusal(problem, config) is None]
-
-    def product(self, problem: RaggedDotProblem, config: Config) -> Product:
-        return self._product(problem, config)
+        return [Config(s, b) for b in (24, 96, 384) for s in sorted({1, target.cores, 2 * target.cores})]
 
     def estimate(self, problem: RaggedDotProblem, config: Config, target: Target) -> float:
         """The estimate for groups of equal size."""
         each = -(-problem.rows // problem.groups)
-        product = self._product(problem, config)
+        product = self.product(problem, config)
         if problem.mode == "forward":
             even = dataclasses.replace(product, rows=each, groups=problem.groups, more_blocks=0)
         else:
             even = dataclasses.replace(product, k=each)
         return even.seconds(target)
 
-    def attributes(self, problem: RaggedDotProblem, config: Config) -> dict[str, Any]:
+    def attributes(self, problem: RaggedDotProblem) -> dict[str, Any]:
         return {
             "forward": np.bool_(problem.mode == "forward"),
             "transposed": np.bool_(problem.rhs_order == "gnk"),
-            "splits": np.int64(config.splits),
-            "row_block": np.int64(config.row_block),
         }
 
-    def _product(self, p: RaggedDotProblem, config: Config) -> Product:
+    def product(self, problem: RaggedDotProblem, config: Config) -> Product:
         """For a forward product, all rows, with a last block for each group. For a rhs gradient, the longest possible
         reduction of a group."""
+        p = problem
         if p.mode == "forward":
             return Product(p.m, p.k, p.n, 1, config.splits, _DEPTH, config.row_block, more_blocks=p.groups)
         return Product(p.k, p.m, p.n, p.groups, config.splits, _DEPTH, config.row_block)

@@ -105,26 +105,23 @@ class WgradHost(HostFamily[ConvWgradProblem, Config]):
         sizes = f"input channels * output channels = {problem.in_channels} * {problem.out_channels} = {channels}"
         return f"{sizes} of a dense convolution are faster on XLA:CPU; preferred below {most}"
 
-    def candidates(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
+    def divisions(self, problem: ConvWgradProblem, target: Target) -> list[Config]:
         """`splits` are powers of two and multiples of the number of threads."""
         count = target.cores
         splits = {2**i for i in range(9)} | {count, 2 * count, 4 * count}
         # A split shorter than its block would only waste workspace.
         rows = problem.reduction_size
-        configs = [Config(s, b) for s in sorted(splits) for b in (64, 128, 256) if s == 1 or s * b <= rows]
-        return [config for config in configs if self.config_refusal(problem, config) is None]
+        return [Config(s, b) for s in sorted(splits) for b in (64, 128, 256) if s == 1 or s * b <= rows]
 
     def product(self, problem: ConvWgradProblem, config: Config) -> Product:
         m, n, k = problem.gemm_shape
         span, groups = _span(problem), problem.feature_group_count
         return Product(span * m, k, span * n, groups // span, config.splits, config.block, _ROW_BLOCK, span)
 
-    def attributes(self, problem: ConvWgradProblem, config: Config) -> dict[str, Any]:
+    def attributes(self, problem: ConvWgradProblem) -> dict[str, Any]:
         return {
             "geometry": geometry_attribute(problem),
             "span": np.int64(_span(problem)),
-            "splits": np.int64(config.splits),
-            "block": np.int64(config.block),
         }
 
 

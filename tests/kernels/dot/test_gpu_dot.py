@@ -21,10 +21,10 @@ from jax_splitk.problems import dot_reference
 from jax_splitk.problems.dot_general import E4M3, LHS_ORDERS, RHS_ORDERS, DotProblem
 from jax_splitk.problems.random_operands import normals
 from jax_splitk.runtime import compiler, execute
-from jax_splitk.runtime.plan import DevicePlan
-from tests import dots, few_kernels, poison
+from tests import dots, few_kernels, on_gpu, poison
 from tests.kernels.dot.test_dot_tma import random_problem
 from tests.problems import SEED, seeded
+from tests.random_problems import device_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -87,8 +87,12 @@ def test_covers_every_tile_and_reduction() -> None:
 
 @pytest.mark.parametrize(("problem", "config"), EXACT, ids=str)
 def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
+    check_exact(FAMILY, problem, config)
+
+
+def check_exact(family: Family, problem: DotProblem, config: Any) -> None:
     operands = dots.integers(problem, np.random.default_rng([SEED, 1]))
-    out = poison.run(FAMILY.plan(problem, config), problem, *map(jnp.asarray, dots.as_given(problem, operands)))
+    out = poison.run(device_plan(family, problem, config), problem, *map(jnp.asarray, dots.as_given(problem, operands)))
     expected = np.asarray(jnp.asarray(dots.exactly(problem, *operands), jnp.float32).astype(problem.out_dtype))
     np.testing.assert_array_equal(out.astype(np.float32), expected.astype(np.float32))
 
@@ -110,9 +114,7 @@ def wrong(number: int, family: Family, problem: DotProblem, config: Any) -> str 
     """The errors, if ours is more than twice XLA's. XLA may cut k into other splits: the tensor cores truncate each sum
     of 16 products, by half a unit in the mean, and sums of e4m3 products to 13 bits."""
     operands = normals(problem.operand_types, SEED + number)
-    plan = family.plan(problem, config)
-    assert isinstance(plan, DevicePlan)
-    out = poison.run(plan, problem, *operands)
+    out = poison.run(device_plan(family, problem, config), problem, *operands)
     xla = np.asarray(jax.jit(lambda *operands: dot_reference.dot_general(problem, *operands))(*operands))
     exact = dots.exactly(problem, *(np.asarray(x, np.float64) for x in operands))
     ours, theirs = (float(np.linalg.norm(np.asarray(y, np.float64) - exact)) for y in (out, xla))
@@ -151,11 +153,13 @@ def assert_none_is_wrong(runs: list[tuple[Family, DotProblem, Any]]) -> None:
 @pytest.mark.parametrize(("reduction", "splits"), REDUCTIONS)
 def test_the_same_bits_in_a_hundred_runs(reduction: str, splits: int) -> None:
     problem = DotProblem(1, 256, 192, 8192, "bkm", "bkn", "bfloat16", "float32")
-    call = FAMILY.plan(problem, Config(64, 64, 8, splits, reduction)).custom_call()
+    check_repeats(FAMILY, problem, Config(64, 64, 8, splits, reduction))
+
+
+def check_repeats(family: Family, problem: DotProblem, config: Any) -> None:
+    call = device_plan(family, problem, config).custom_call()
     run = jax.jit(lambda x, y: execute.call(call, problem, x, y))
-    operands = normals(problem.operand_types, SEED)
-    first = np.asarray(run(*operands))
-    assert all(np.array_equal(first, np.asarray(run(*operands))) for _ in range(100))
+    on_gpu.check_repeats(run, *map(jnp.asarray, normals(problem.operand_types, SEED)))
 
 
 def test_nan_and_infinity_reach_what_depends_on_them() -> None:

@@ -14,12 +14,11 @@ import jax_splitk
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.contraction.few_rows import FAMILY, MAX_BLOCKS, TILES_M, TILES_N, Config
 from jax_splitk.problems.dot_general import E4M3, DotProblem
-from jax_splitk.problems.random_operands import normals
-from jax_splitk.runtime import compiler, execute
+from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots, few_kernels, poison
+from tests import dots, few_kernels
 from tests.kernels.dot.test_few_rows import runs
-from tests.kernels.dot.test_gpu_dot import assert_none_is_wrong
+from tests.kernels.dot.test_gpu_dot import assert_none_is_wrong, check_exact, check_repeats
 from tests.problems import SEED, seeded
 
 pytestmark = pytest.mark.gpu
@@ -70,10 +69,7 @@ def test_covers_every_tile_and_cluster() -> None:
 
 @pytest.mark.parametrize(("problem", "config"), EXACT, ids=str)
 def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
-    operands = dots.integers(problem, np.random.default_rng([SEED, 1]))
-    out = poison.run(FAMILY.plan(problem, config), problem, *map(jnp.asarray, dots.as_given(problem, operands)))
-    expected = np.asarray(jnp.asarray(dots.exactly(problem, *operands), jnp.float32).astype(problem.out_dtype))
-    np.testing.assert_array_equal(out.astype(np.float32), expected.astype(np.float32))
+    check_exact(FAMILY, problem, config)
 
 
 def random_problem(rng: np.random.Generator) -> DotProblem:
@@ -101,11 +97,7 @@ def test_random_problems_against_float64() -> None:
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_the_same_bits_in_a_hundred_runs(splits: int) -> None:
     problem = DotProblem(1, 16, 1024, 8192, "bmk", "bkn", "bfloat16", "float32")
-    call = FAMILY.plan(problem, Config(64, 16, 5, splits)).custom_call()
-    run = jax.jit(lambda x, y: execute.call(call, problem, x, y))
-    operands = normals(problem.operand_types, SEED)
-    first = np.asarray(run(*operands))
-    assert all(np.array_equal(first, np.asarray(run(*operands))) for _ in range(100))
+    check_repeats(FAMILY, problem, Config(64, 16, 5, splits))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

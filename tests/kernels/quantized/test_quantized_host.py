@@ -189,7 +189,7 @@ def test_no_rows() -> None:
     ({"out": jax.ShapeDtypeStruct((2, 70), jnp.float32)}, "do not fit"),
 ])  # fmt: skip
 def test_invalid_calls_are_refused(changes: dict[str, Any], message: str) -> None:
-    expected = f"INVALID_ARGUMENT: .*jax_splitk host quantized_matmul: .*{message}"
+    expected = f"INVALID_ARGUMENT: .*jax_splitk host product with packed weights: .*{message}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
         run(SMALL.problem, Config(2, 24), *small_operands(), **changes)
 
@@ -201,15 +201,16 @@ def test_other_operands_are_refused() -> None:
         ((x[0], words, scale, zero), "expected 2 but got 1"),
         ((x, words, scale, zero[:, :1]), "do not fit"),
         ((x, words, scale, words), "zero points and channel scales must be of F32"),
-        ((x, words, scale, zero, scale), "two operands of zero points; accepted: one"),
-        ((x, words, scale, zero, zero, zero), "3 operands after scale; accepted: zero points, channel scales"),
+        ((x, words, scale), "0 operands after scale; accepted: zero points"),
+        ((x, words, scale, zero, scale), "2 operands after scale; accepted: zero points"),
+        ((x, words[None], scale, zero), "1 operands after scale; accepted: .* of a stack of weights, group_sizes"),
+        ((x, words[None], scale, zero, zero), "group_sizes must be of S32"),
+        ((x, words[None], scale, zero, np.array([3], np.int32)), "do not fit"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             run(SMALL.problem, Config(2, 24), *given)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"channel scales \(2, 3, 64\) and out .* do not fit"):
-        run(SMALL.problem, Config(2, 24), x, words, scale, zero, zero, channels=np.int64(1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="0 operands after scale"):
-        run(SMALL.problem, Config(2, 24), x, words, scale, channels=np.int64(1))
+        run(SMALL.problem, Config(2, 24), x, words, scale, zero, zero, has_channel=np.bool_(True))
 
 
 # ---- the family ----------------------------------------------------------------------------------------------------
@@ -228,16 +229,16 @@ def test_workspace_formulas_agree(seed: int) -> None:
 def test_refusals_name_value_and_range() -> None:
     problem = QuantizedMatmulProblem(8, 192, 70, "bfloat16", "bfloat16", "int4", 64, "bfloat16")
     assert FAMILY.refusal(problem, Config(3, 1024)) is None
-    assert FAMILY.refusal(problem, Config(4, 24)) == "splits=4 is outside 1..3 (k / 64 rounded up, at most 256)."
-    assert "splits=0" in str(FAMILY.refusal(problem, Config(0, 24)))
-    assert FAMILY.refusal(problem, Config(1, 1025)) == "row_block=1025 is outside 1..1024."
-    assert "row_block=0" in str(FAMILY.refusal(problem, Config(1, 0)))
+    assert FAMILY.refusal(problem, Config(4, 24)) == "splits 4; accepted: 1 to 3"
+    assert "splits 0" in str(FAMILY.refusal(problem, Config(0, 24)))
+    assert FAMILY.refusal(problem, Config(1, 1025)) == "row_block 1025; accepted: 1 to 1024"
+    assert "row_block 0" in str(FAMILY.refusal(problem, Config(1, 0)))
     for argument in ("rows", "k", "features"):
         changed = dataclasses.replace(problem, **{argument: 2**31})
-        assert FAMILY.refusal(changed) == f"{argument}={2**31}; at most {2**31 - 1} is supported"
+        assert FAMILY.refusal(changed) == f"{argument}={2**31}; accepted: at most {2**31 - 1}"
     long = dataclasses.replace(problem, k=64 * 300)
     assert FAMILY.refusal(long, Config(256, 24)) is None
-    assert "outside 1..256" in str(FAMILY.refusal(long, Config(257, 24)))
+    assert "accepted: 1 to 256" in str(FAMILY.refusal(long, Config(257, 24)))
 
 
 @pytest.mark.parametrize(("rows", "k", "features"), [(1, 1, 1), (16, 8192, 3584), (600, 192, 70), (0, 64, 64)])

@@ -12,42 +12,38 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled
 from jax_splitk.quantized import QuantizedArray, prepack
 from tests import emulator
+from tests.exhaustive import crossed
 from tests.formats import E8M0
 from tests.products import E4M3, Case, operands
 from tests.random_problems import device_plan
 
 E2M1 = "float4_e2m1fn"
-# A group of k for each of 64 features: 256 scales.
 STREAM = (stream.FAMILY, stream.Config(8, 1, 1, 3, 1, 1))
 TILED = (tiled.FAMILY, tiled.Config(64, 16, 2, 1))
-FP8 = (fp8.FAMILY, fp8.Config(128, 32, 2, 1))
-CASES = [
-    pytest.param(
-        *family,
-        Case(4, 4 * group, 64, qtype, group, None, scale, x_dtype, out),
-        id=f"{name} {qtype} {scale} {x_dtype} {out}",
-    )
-    for name, family, qtype, group, x_dtype, out in (
-        ("stream", STREAM, E2M1, 16, "bfloat16", "float32"),
-        ("stream", STREAM, E2M1, 16, "float16", "float32"),
-        ("stream", STREAM, E2M1, 32, E4M3, "bfloat16"),
-        ("tiled, sums", TILED, E2M1, 16, "bfloat16", "float32"),
-        ("tiled, weights", TILED, E2M1, 32, "bfloat16", "bfloat16"),
-        ("tiled, weights", TILED, "int4", 32, "bfloat16", "bfloat16"),
-        ("tiled, weights", TILED, "int8", 16, "bfloat16", "bfloat16"),
-        ("fp8", FP8, E2M1, 32, E4M3, "bfloat16"),
-    )
-    for scale in (E8M0, E4M3)
-]  # fmt: skip
+CONFIGS = {"stream": STREAM, "tiled": TILED, "fp8": (fp8.FAMILY, fp8.Config(128, 32, 2, 1))}
 
 
 def arrays(q: QuantizedArray, x: np.ndarray, case: Case) -> list[np.ndarray]:
     return [np.asarray(operand) for operand in operands(prepack(q), x, case.x_dtype)]
 
 
-@pytest.mark.parametrize(("family", "config", "case"), CASES)
-def test_every_byte_is_a_scale(family: Family, config: Any, case: Case) -> None:
-    """Row i of x picks an element of group i, whose product with the scale is exact."""
+@pytest.mark.parametrize(("scale_dtype", "name", "qtype", "group", "x_dtype", "out_dtype"), crossed([E8M0, E4M3], [
+    ("stream", E2M1, 16, "bfloat16", "float32"),
+    ("stream", E2M1, 16, "float16", "float32"),
+    ("stream", E2M1, 32, E4M3, "bfloat16"),
+    ("tiled", E2M1, 16, "bfloat16", "float32"),  # the scales multiply sums
+    ("tiled", E2M1, 32, "bfloat16", "bfloat16"),  # and from here on weights
+    ("tiled", "int4", 32, "bfloat16", "bfloat16"),
+    ("tiled", "int8", 16, "bfloat16", "bfloat16"),
+    ("fp8", E2M1, 32, E4M3, "bfloat16"),
+]))  # fmt: skip
+def test_every_byte_is_a_scale(
+    scale_dtype: str, name: str, qtype: str, group: int, x_dtype: str, out_dtype: str
+) -> None:
+    """A group of k for each of 64 features makes 256 scales. Row i of x picks an element of group i, whose product with
+    the scale is exact."""
+    case = Case(4, 4 * group, 64, qtype, group, None, scale_dtype, x_dtype, out_dtype)
+    family, config = CONFIGS[name]
     value = 1.5 if case.qtype == E2M1 else 1
     octets = np.arange(256, dtype=np.uint8).reshape(4, 64)
     scale = octets.view(getattr(ml_dtypes, case.scale_dtype))

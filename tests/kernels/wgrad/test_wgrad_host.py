@@ -200,7 +200,7 @@ def small_call(**changes: Any) -> jax.Array:
 
 
 def geometry(place: int, value: int) -> np.ndarray:
-    changed = FAMILY.attributes(SMALL, Config(2, 8))["geometry"].copy()
+    changed = FAMILY.attributes(SMALL)["geometry"].copy()
     changed[place] = value
     return changed
 
