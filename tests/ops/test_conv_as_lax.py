@@ -386,9 +386,9 @@ def plane(conv: Function) -> Function:
     (strided(1), (1, 12, 16), "_, b, _", (4, 16, 16), True),
     # lax itself has no symbolic weight gradient for these.
     (strided(2), (1, 12, 16), "_, b, _", (4, 16, 16), False),
-    (strided(2), (1, 13, 16), "_, b, _", (4, 16, 16), False),
+    pytest.param(strided(2), (1, 13, 16), "_, b, _", (4, 16, 16), False, marks=pytest.mark.exhaustive),
     (strided(2, "VALID"), (1, 4, 16), "_, b, _", (8, 16, 16), False),
-    (doubled, (5, 12, 16), "b, _, _", (4, 16, 16), True),
+    pytest.param(doubled, (5, 12, 16), "b, _, _", (4, 16, 16), True, marks=pytest.mark.exhaustive),
     (doubled, (5, 12, 16), "_, b, _", (4, 16, 16), True),
     (plane, (7, 3, 9, 10), "b, ...", (3, 3, 4, 5), True),
 ])  # fmt: skip

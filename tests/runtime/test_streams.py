@@ -17,6 +17,7 @@ import jax_splitk
 from jax_splitk.runtime import disk
 from jax_splitk.tuning import bar, progress
 from jax_splitk.tuning.key import problem_as_dict
+from tests.exhaustive import crossed
 from tests.tuning.test_progress import KEYS, Terminal
 from tests.tuning_cache import CASE
 
@@ -86,8 +87,9 @@ def test_other_errors_of_a_handler_are_the_users() -> None:
         logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("closing", [">&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("words", ['explain --json "$PROBLEM"', "doctor"])
+@pytest.mark.parametrize(("words", "closing"), crossed(
+    ['explain --json "$PROBLEM"', "doctor"], [">&-", "<&- >&- 2>&-"]
+))  # fmt: skip
 def test_a_command_whose_streams_are_closed(words: str, closing: str) -> None:
     command = f'exec "$PYTHON" -m jax_splitk {words} {closing}'
     environment = {
