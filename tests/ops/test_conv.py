@@ -102,20 +102,6 @@ def test_works_with_jit_disabled() -> None:
         np.testing.assert_array_equal(result, expected)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_works_without_implicit_promotion(implementation: str | None) -> None:
-    lhs, _, g = PLAIN.integers(generator(4), jnp.bfloat16)
-    wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32", implementation=implementation)
-    wide = [x.astype(jnp.float32) for x in (lhs, g)]
-    expected, lax_vjp = jax.vjp(PLAIN.lax_wgrad, *wide)
-    with jax.numpy_dtype_promotion("strict"):
-        out, vjp = jax.vjp(wgrad, lhs, g)
-        np.testing.assert_array_equal(out, expected)
-        gradients = vjp(out)
-    for ours, theirs in zip(gradients, lax_vjp(expected), strict=True):
-        np.testing.assert_array_equal(ours, theirs.astype(jnp.bfloat16))
-
-
 def test_problems_are_tuned_without_implicit_promotion() -> None:
     lhs, _, g = PLAIN.integers(generator(4), jnp.bfloat16)
     wgrad = functools.partial(PLAIN.wgrad, preferred_element_type="float32")

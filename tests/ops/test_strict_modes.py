@@ -31,6 +31,10 @@ def _cases() -> Iterator[_Case]:
         yield name, operation.ours, _given(*((shape, _F32) for shape in operation.shapes))
     lhs, rhs, geometry = (2, 4, 3, 2), (2, 2, 2, 4), ((1, 1), "SAME")
     numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    for implementation in (None, "xla"):
+        more = {**numbers, "preferred_element_type": _F32, "implementation": implementation}
+        wgrad = lambda x, g, m=more: jax_splitk.conv_wgrad(x, g, rhs, *geometry, **m)  # noqa: E731
+        yield f"wgrad-{implementation}", wgrad, _given((lhs, _BF16), ((2, 4, 3, 4), _BF16))
     for compute, one, other, out in (
         (_BF16, _F32, _F32, None),
         (_BF16, _BF16, _F32, _F32),

@@ -109,13 +109,6 @@ def test_splits_that_take_turns_give_the_same_bits_and_keep_nan_in_its_channels(
     np.testing.assert_array_equal(out[~bad], expected[~bad])
 
 
-@pytest.mark.parametrize("config", [Config(192, 64, 5, False, 5), Config(64, 256, 5, False, 2)], ids=str)
-def test_gives_bitwise_the_same(config: Config) -> None:
-    p = SHAPES[0]
-    config = FAMILY.with_splits(p, config, config.splits)
-    on_gpu.check_repeats(on_gpu.ours(FAMILY, p, config), *normals(p, seed=2))
-
-
 def test_long_float32_sums_are_as_accurate_as_xlas() -> None:
     """All numbers have one sign, so that all truncation of the tensor cores has one sign as well."""
     assert all(im2col.chained_stages(LONG, config) for config in LONG_CONFIGS)
