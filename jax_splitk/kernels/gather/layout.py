@@ -158,8 +158,13 @@ def conflicts(layout: Layout, v: Volume, tile: Tile, in_rows: bool) -> int:
         rest, q = divmod(k, tile[2])
         n, p = divmod(rest, tile[1])
         places.append(q * layout.pixel_col + p * layout.pixel_row + n * image)
-    width = v.item * (2 if layout.paired else 1)
-    first = layout.lead // 2 * 2
+    return _turns(tuple(places), layout.lead // 2 * 2, v.item, v.item * (2 if layout.paired else 1), in_rows)
+
+
+@functools.lru_cache(maxsize=65536)
+def _turns(places: tuple[int, ...], first: int, item: int, width: int, in_rows: bool) -> int:
+    """The `conflicts` of eight pixels at these places, in elements, of which `width` bytes are loaded at a time. Most
+    tiles have eight neighbouring pixels."""
     if in_rows:
         together = 4 if width == 8 else 8  # pixels that are served at once
         served = [(places[i : i + together], range(4)) for i in range(0, 8, together)]
@@ -168,7 +173,7 @@ def conflicts(layout: Layout, v: Volume, tile: Tile, in_rows: bool) -> int:
         served = [(places[::2], range(eight, eight + lanes)) for eight in range(0, 8, lanes)]
     turns = 0
     for some, pairs in served:
-        addresses = {(first + 2 * pair + place) * v.item for pair in pairs for place in some}
+        addresses = {(first + 2 * pair + place) * item for pair in pairs for place in some}
         words = {byte // 4 for address in addresses for byte in range(address, address + width, 4)}
         turns += max(collections.Counter(word % BANKS for word in words).values())
     return turns
