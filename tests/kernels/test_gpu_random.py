@@ -1,4 +1,4 @@
-"""Every CUDA family on 500 random problems, other ones in each run: exactness, and the spread of NaN."""
+"""Every CUDA family on 500 random problems, other ones in each run: exactness, and the spread of what is not finite."""
 
 import collections
 import concurrent.futures
@@ -101,18 +101,19 @@ def exactness(run: Run) -> str | None:
 
 
 def locality(run: Run) -> str | None:
-    """What is wrong with a run that has one NaN in each input."""
-    rng, p = np.random.default_rng(run.seed), run.problem
+    """What is wrong with a run that has one NaN in each input, or one infinity."""
+    rng, p, value = np.random.default_rng(run.seed), run.problem, (np.nan, np.inf)[run.seed % 2]
     lhs, g = random_problems.integers(rng, p)
     in_lhs, in_g = (random_problems.place(rng, shape) for shape in (p.lhs_shape, p.g_shape))
     expected = float64.conv_wgrad_on_host(p, lhs, g)
     certain, possible = random_problems.reached(p, in_lhs, in_g)
     expected[certain] = np.nan
-    lhs[in_lhs] = g[in_g] = np.nan
+    lhs[in_lhs] = g[in_g] = value
     out = run(lhs, g)
+    out = np.where(np.isfinite(out.astype(np.float32)), out, np.full_like(out, np.nan))
     expected[possible & np.isnan(out.astype(np.float32))] = np.nan
     found = difference(out, expected)
-    return found and f"NaN in lhs at {in_lhs}, in g at {in_g}: {found}"
+    return found and f"{value} in lhs at {in_lhs}, in g at {in_g}: {found}"
 
 
 @pytest.mark.parametrize("number", range(MIXTURES))
@@ -121,7 +122,7 @@ def test_random_problems_are_exact(number: int) -> None:
         check(drawn()[1][number], exactness)
 
 
-def test_nan_reaches_what_depends_on_it_and_nothing_else() -> None:
+def test_what_is_not_finite_reaches_what_depends_on_it_and_nothing_else() -> None:
     """Runs every ninth problem; all kinds take their turns."""
     with seeded(51):
         check((run for runs in drawn()[1] for run in runs if run.seed % 9 == 0), locality)
