@@ -302,9 +302,11 @@ class Search:
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
         """Times the fastest candidates and XLA once more, in turns, on the device where possible, unless the first
-        round timed them so. By the wall clock only these times count, since the earlier ones were not all taken side by
-        side."""
+        round timed them so, and no later candidate was faster. By the wall clock only these times count, since the
+        earlier ones were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
+        if working and _in_turns(working[0]):
+            working = list(filter(_in_turns, working))
         # The model's own choice takes part, since the others are compared with it and its regret is reported. The
         # choice of an earlier search takes part, too.
         asked = (self._predicted, None if self._old is None else self._old.choice)
@@ -313,8 +315,7 @@ class Search:
         rounds = DEVICE_ROUNDS if self._now() < self._last else LATE_ROUNDS
         failed = xla.error is not None and not self._lacks_memory
         last = _working([*finalists, xla])
-        in_turns = all(len(c.device_times) >= DEVICE_ROUNDS for c in last)  # only one profile had so many rounds
-        if failed or not (in_turns or bench.time_on_device(last, rounds, PROFILES)):
+        if failed or not (all(map(_in_turns, last)) or bench.time_on_device(last, rounds, PROFILES)):
             bench.time_again([*finalists, xla], 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
         elif self._now() < self._last and self._is_unclear(_working(finalists)):
             fastest = _fastest(_working(finalists))
@@ -411,6 +412,11 @@ def _variant(candidate: Candidate) -> Any:
     """A candidate without its number of splits."""
     fields = {name: value for name, value in vars(candidate.config).items() if name != "splits"}
     return candidate.family, tuple(fields.items())
+
+
+def _in_turns(contestant: Contestant) -> bool:
+    """Whether the profile of a small first round timed it: before the finals no other one has so many rounds."""
+    return len(contestant.device_times) >= DEVICE_ROUNDS
 
 
 def _working(contestants: Iterable[Contestant]) -> list[Contestant]:
