@@ -112,19 +112,19 @@ class Result(Measured):
       active: experts that have rows, in the mean over the timed sizes.
       active_bytes: bytes of these experts' packed weights.
       times: "ours", "bfloat16" (`ragged_dot` of bfloat16 experts) and "dequantized" (by XLA, in the same function).
-      layer: "fused" (the product with its bias and activation in the kernel) and "separate" (in XLA's operations).
+      epilogue: "fused" (the product with its bias and activation in the kernel) and "separate" (in XLA's operations).
       copy_share: the time of a copy of so many bytes at the measured rate, over ours; None without a measured rate.
       error: ours, relative, against the dequantized product in float32.
-      layer_error: of "fused", relative, against the same with its bias and activation in float32.
+      epilogue_error: of "fused", relative, against the same with its bias and activation in float32.
     """
 
     active: float
     active_bytes: float
     times: dict[str, timing.Timing]
-    layer: dict[str, timing.Timing]
+    epilogue: dict[str, timing.Timing]
     copy_share: float | None
     error: float
-    layer_error: float
+    epilogue_error: float
 
     FIGURES = (*Measured.FIGURES, "ratios")
 
@@ -181,14 +181,14 @@ def run(case: Case, options: argparse.Namespace) -> Result:
     of_layer = [(x, w, sizes, *after_product(case, sizes)) for x, w, sizes in sets]
     functions = {"fused": functools.partial(fused, case, config), "separate": functools.partial(separate, case, config)}
     programs = {name: compiled(function, of_layer[0]) for name, function in functions.items()}
-    layer = timing.compare(programs, of_layer, rounds=rounds)
+    epilogue = timing.compare(programs, of_layer, rounds=rounds)
     x, w, sizes = dense[0]
     exact = jax_splitk.ragged_dot(x.astype(jnp.float32), w.astype(jnp.float32), sizes, "highest")
     error = report.distance(np.asarray(mine(*sets[0]), np.float64), np.asarray(exact, np.float64))
     exact, found = activated(case, exact, *of_layer[0][3:]), programs["fused"](*of_layer[0])
-    layer_error = report.distance(np.asarray(found, np.float64), np.asarray(exact, np.float64))
+    epilogue_error = report.distance(np.asarray(found, np.float64), np.asarray(exact, np.float64))
     entry = report.tuning_entry(decision.problem)
-    figures = (active, active_bytes, times, layer, share, error, layer_error)
+    figures = (active, active_bytes, times, epilogue, share, error, epilogue_error)
     return Result(case, decision, entry, times["ours"], *figures)
 
 
@@ -259,10 +259,10 @@ def table(results: Sequence[Result]) -> str:
         "bfloat16/ours": lambda r: f"{r.ratios['bfloat16']:.2f}",
         "dequantized/ours": lambda r: f"{r.ratios['dequantized']:.2f}",
         "error": lambda r: f"{r.error:.1e}",
-        "fused us": lambda r: f"{r.layer['fused'].us:.1f}",
-        "separate us": lambda r: f"{r.layer['separate'].us:.1f}",
-        "separate/fused": lambda r: f"{r.layer['separate'].us / r.layer['fused'].us:.2f}",
-        "fused error": lambda r: f"{r.layer_error:.1e}",
+        "fused us": lambda r: f"{r.epilogue['fused'].us:.1f}",
+        "separate us": lambda r: f"{r.epilogue['separate'].us:.1f}",
+        "separate/fused": lambda r: f"{r.epilogue['separate'].us / r.epilogue['fused'].us:.2f}",
+        "fused error": lambda r: f"{r.epilogue_error:.1e}",
         "config": lambda r: r.config,
     }
     return report.markdown([[*columns], *([cell(r) for cell in columns.values()] for r in results)])

@@ -813,7 +813,7 @@ def _experts() -> Iterator[Run]:
         (3, products.Case(30, 256, 72, "float4_e2m1fn", 16, None, E4M3, channel=True), 6, config(64, 16, 3, 3)),
         (4, dataclasses.replace(plain, bias="bfloat16"), 0, config(64, 16, 2, 4, cut=True)),
         (3, products.Case(40, 256, 80, "float4_e2m1fn", 32, None, "float8_e8m0fnu", bias="bfloat16",
-                          activation="swigluoai"), 7, config(64, 16, 2, 5)),
+                          activation="swigluoai"), 7, config(64, 16, 2, 6)),
         (4, products.Case(30, 384, 144, "uint4", 64, "float32", out_dtype="float32", bias="float32",
                           activation="swiglu"), 0, config(128, 32, 2, 3, cut=True)),
         (3, products.Case(21, 256, 75, "int8", 64, **HALVES, activation="relu"), 0, config(64, 32, 2, 3)),

@@ -143,7 +143,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, pack: bool = False, format:
     A product is `x @ weight`. Act-order (GPTQ's `desc_act`): the value is a PermutedWeight, which has the order of x's
     features.
 
-    gpt-oss's `gate_up_proj` has the gates in even features and the linear parts in odd ones, as in the file.
+    gpt-oss's `gate_up_proj` has the gates in even features and the linear parts in odd ones, as in the file;
+    `join_gate_up` takes it with order="interleaved".
 
     Args:
       path: a folder as Hugging Face's libraries write it, with config.json and one or several safetensors files, or one

@@ -66,9 +66,8 @@ class RaggedEpilogueCall(WithEpilogue, QuantizedRaggedCall):
         grouped = self.grouped(None)
 
         def of_rows(m: int, bias: jax.Array, sizes: jax.Array, *offset: jax.Array) -> jax.Array:
-            each = bias.reshape(bias.shape[0], 1, -1)
-            counts = (each.shape[0], m, *each.shape[1:])
-            total = sizes.shape[0] if offset else 0
+            each, total = bias.reshape(bias.shape[0], 1, -1), sizes.shape[0] if offset else 0
+            counts = (each.shape[0], m, 1, each.shape[2])
             problem = RaggedDotProblem("forward", *counts, "float32", "float32", "highest", total_groups=total)
             rows = grouped(problem, jnp.ones((m, 1), jnp.float32), each, sizes, *offset)
             return rows.reshape(m, *bias.shape[1:])

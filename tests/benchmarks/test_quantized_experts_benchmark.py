@@ -40,9 +40,9 @@ def test_a_run_and_its_report(
     assert [r["name"] for r in report["results"]] == [case.shrunk().name for case in CASES[:3]]
     for result in report["results"]:
         assert result["error"] < 5e-3
-        assert result["layer_error"] < 1e-2
+        assert result["epilogue_error"] < 1e-2
         assert result["ratios"].keys() == {"bfloat16", "dequantized"}
-        assert result["layer"].keys() == {"fused", "separate"}
+        assert result["epilogue"].keys() == {"fused", "separate"}
         assert result["active"] in (4, 8, 2)
     assert "| active experts |" in capsys.readouterr().out
     assert quantized_experts.main(["--cases", "nothing"]) == 2

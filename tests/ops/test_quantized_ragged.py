@@ -449,8 +449,8 @@ def test_experts_of_each_device_in_shard_map() -> None:
 
 
 def test_a_layer_of_mxfp4_experts_is_that_of_its_dequantized_weights(tmp_path: pathlib.Path) -> None:
-    """gpt-oss's layer, as the guide has it: experts as its checkpoint stores them, two for each token, gate and linear
-    columns in turns, biases, and its gated activation."""
+    """gpt-oss's layer in separate operations: experts as its checkpoint stores them, two for each token, gate and
+    linear columns in turns, biases, and its gated activation."""
     experts_count, width, hidden, chosen = 4, 64, 96, 2
     rng = generator(479)
     files = {

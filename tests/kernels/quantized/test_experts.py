@@ -136,8 +136,7 @@ WITH_BIAS = experts.problem(5, products.Case(70, 384, 144, bias="bfloat16", acti
 
 
 @pytest.mark.parametrize("config", [
-    Config(64, 16, 2, 3), Config(64, 16, 2, 4, cut=True), Config(128, 32, 2, 1, cut=True),
-    split_tiles(WITH_BIAS, Config(64, 16, 3, 0), 2),
+    Config(64, 16, 2, 3), Config(128, 32, 2, 3, cut=True), split_tiles(WITH_BIAS, Config(64, 16, 3, 0), 2),
 ], ids=str)  # fmt: skip
 def test_each_row_has_its_weights_bias(config: Config) -> None:
     """Rows of no group are zeros, and half as many columns as a weight's are cleared."""
@@ -145,7 +144,7 @@ def test_each_row_has_its_weights_bias(config: Config) -> None:
         check(WITH_BIAS, config, seed)
 
 
-@pytest.mark.parametrize("seed", thinned(range(24), 6))
+@pytest.mark.parametrize("seed", thinned(range(12), 4))
 def test_random_epilogues(seed: int) -> None:
     p, config = experts.random_epilogue(seed, small=True)
     check(p, config, seed)
