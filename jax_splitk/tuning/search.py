@@ -260,9 +260,9 @@ class Search:
 
     def _may_be_beaten(self, best: Contestant) -> bool:
         """Whether a neighbour of our fastest candidate may be faster than it, and faster than XLA. If the model's own
-        choice is the fastest, its neighbours that may be faster were in the first round. Recorded problems lose little by
-        that and by `FEWEST`: 1159, most of which the cost model was fitted on, 0.01% in the mean; 53 others 0.15%; at
-        most 5%."""
+        choice is the fastest, its neighbours that may be faster were in the first round. By that and by `FEWEST` 1159
+        recorded problems, on most of which the cost model was fitted, lose 0.01% in the mean; 53 others 0.15%; at most
+        5%."""
         if best.candidate == self._predicted:
             return False
         return self.xla is None or self.xla.error is not None or best.us <= GIVE_UP * self.xla.us
