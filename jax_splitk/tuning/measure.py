@@ -234,12 +234,17 @@ class Bench:
         of_kind, kinds = contestant.of_kind, range(self.operation.kinds)
         if self.platform != "cuda" or of_kind is None:
             return None
-        for _ in range(2):  # the first calls load code, and cuDNN makes its plans
+
+        def timed() -> tuple[Sequence[jax.Array], float]:
             started = time.perf_counter()
             results = [jax.block_until_ready(of_kind(kind))[0] for kind in kinds]
-            us = (time.perf_counter() - started) / (len(kinds) * min(self.sets, CALLED_TOGETHER)) * 1e6
-            if us <= SLOW_US:
-                return None
+            return results, (time.perf_counter() - started) / (len(kinds) * min(self.sets, CALLED_TOGETHER)) * 1e6
+
+        results, us = timed()
+        if us > SLOW_US:  # the first calls load code, and cuDNN makes its plans
+            results, us = timed()
+        if us <= SLOW_US:
+            return None
         contestant.is_slow, contestant.warm_us, contestant.device_times = True, us, [us] * DEVICE_ROUNDS
         return results
 
