@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from benchmarks.models.layers import Data, Layers, Model, Params, Weights, cross_entropy, layer_norm, normals
+from benchmarks.models.layers import Layers, Model, Params, Weights, cross_entropy, images, layer_norm
 
 
 def initial(depths: tuple[int, ...], widths: tuple[int, ...], classes: int) -> Params:
@@ -50,9 +50,7 @@ def logits(layers: Layers, params: Params, x: jax.Array) -> jax.Array:
 def model(tiny: bool = False) -> Model:
     depths, widths = ((1, 1), (8, 16)) if tiny else ((3, 3, 9, 3), (96, 192, 384, 768))
     image, batch, classes = (16, 2, 10) if tiny else (224, 128, 1000)
-
-    def data(rng: np.random.Generator) -> Data:
-        return normals(rng, batch, image, image, 3), rng.integers(0, classes, batch, np.int32)
+    data = images(batch, image, classes)
 
     def loss(layers: Layers, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(logits(layers, params, x), labels)

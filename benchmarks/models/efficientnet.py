@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from benchmarks.models.layers import Data, Layers, Model, Params, Weights, batch_norm, cross_entropy, normals
+from benchmarks.models.layers import Layers, Model, Params, Weights, batch_norm, cross_entropy, images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,7 @@ def logits(layers: Layers, stages: tuple[Stage, ...], params: Params, x: jax.Arr
 def model(tiny: bool = False) -> Model:
     stages, stem, head, classes = (TINY, 8, 32, 10) if tiny else (B0, 32, 1280, 1000)
     image, batch = (16, 2) if tiny else (224, 128)
-
-    def data(rng: np.random.Generator) -> Data:
-        return normals(rng, batch, image, image, 3), rng.integers(0, classes, batch, np.int32)
+    data = images(batch, image, classes)
 
     def loss(layers: Layers, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(logits(layers, stages, params, x), labels)

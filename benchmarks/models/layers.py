@@ -187,3 +187,8 @@ def squared_error(x: jax.Array, target: jax.Array) -> jax.Array:
 def normals(rng: np.random.Generator, *shape: int, dtype: DTypeLike = jnp.bfloat16) -> np.ndarray:
     """Random data."""
     return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def images(batch: int, size: int, classes: int) -> Callable[[np.random.Generator], Data]:
+    """A function that draws square images of three channels, and the class of each."""
+    return lambda rng: (normals(rng, batch, size, size, 3), rng.integers(0, classes, batch, np.int32))

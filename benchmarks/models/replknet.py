@@ -3,10 +3,9 @@
 import dataclasses
 
 import jax
-import numpy as np
 from jax import numpy as jnp
 
-from benchmarks.models.layers import Data, Layers, Model, Params, Weights, batch_norm, cross_entropy, normals
+from benchmarks.models.layers import Layers, Model, Params, Weights, batch_norm, cross_entropy, images
 
 SMALL = 5  # side of the filter beside a large one
 
@@ -81,9 +80,7 @@ def logits(layers: Layers, params: Params, x: jax.Array) -> jax.Array:
 
 def model(tiny: bool = False) -> Model:
     net, image, batch = (TINY, 32, 2) if tiny else (NET_31B, 224, 32)
-
-    def data(rng: np.random.Generator) -> Data:
-        return normals(rng, batch, image, image, 3), rng.integers(0, net.classes, batch, np.int32)
+    data = images(batch, image, net.classes)
 
     def loss(layers: Layers, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(logits(layers, params, x), labels)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from benchmarks.models.layers import Data, Layers, Model, Params, Weights, cross_entropy, normalized, normals
+from benchmarks.models.layers import Layers, Model, Params, Weights, cross_entropy, images, normalized
 
 Conv = Callable[[jax.Array, jax.Array, int], jax.Array]
 
@@ -82,9 +82,7 @@ def logits(conv: Conv, mean: Callable[[jax.Array], jax.Array], net: Net, params:
 def model(batch: int, tiny: bool = False, resnext: bool = False) -> Model:
     full, small = (RESNEXT, TINY_RESNEXT) if resnext else (Net(), TINY)
     net, count = (small, 4) if tiny else (full, batch)
-
-    def data(rng: np.random.Generator) -> Data:
-        return normals(rng, count, net.image, net.image, 3), rng.integers(0, net.classes, count, np.int32)
+    data = images(count, net.image, net.classes)
 
     def loss(layers: Layers, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         def conv(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
