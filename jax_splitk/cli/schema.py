@@ -21,7 +21,7 @@ _CONVOLUTION: dict[str, tuple[str, str]] = {
 # Fields of quantized weights.
 _QTYPE = ("", "int4, uint4, int8, float8_e4m3fn, float4_e2m1fn or nf4")
 _GROUP_SIZE = ("", "elements of k that share a scale: 16, 32, 64, 128, or all of k for one scale a column")
-_FLOATS: dict[str, tuple[str, str]] = {
+_MORE_OF_WEIGHTS: dict[str, tuple[str, str]] = {
     "scale_dtype": ('"bfloat16"', "bfloat16, float16, float32, float8_e8m0fnu or float8_e4m3fn"),
     "zero_dtype": ('"none"', "dtype of packed zero points: bfloat16, float16, float32 or none"),
     "layout": ("the newest", "version of the order of packed weights"),
@@ -36,7 +36,7 @@ _QUANTIZED: dict[str, tuple[str, str]] = {
     "group_size": _GROUP_SIZE,
     "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
     "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
-    **_FLOATS,
+    **_MORE_OF_WEIGHTS,
 }
 
 _RAGGED_QUANTIZED: dict[str, tuple[str, str]] = {
@@ -48,7 +48,7 @@ _RAGGED_QUANTIZED: dict[str, tuple[str, str]] = {
     "group_size": _GROUP_SIZE,
     "dtype": ('"bfloat16"', "dtype of lhs: bfloat16, float16 or float8_e4m3fn"),
     "out_dtype": ("dtype", "bfloat16, float16 or float32; if lhs is float8_e4m3fn the default is bfloat16"),
-    **_FLOATS,
+    **_MORE_OF_WEIGHTS,
     "total_groups": ("0", "elements of group_sizes where group_offset is given"),
 }
 

@@ -78,12 +78,12 @@ def _widened(bias: jax.Array, sums: jax.Array) -> jax.Array:
 
 
 def check_fields(problem: Any, features: str) -> None:
-    """Raises ValueError unless the fields of a problem's epilogue, "bias_dtype", "activation" and, if there is one,
-    "residual_dtype", are valid. `features` is the name of the field with the product's columns."""
+    """Raises ValueError unless the fields of a problem's epilogue, "bias_dtype", "activation" and "residual_dtype", are
+    valid. `features` is the name of the field with the product's columns."""
     dtypes = ("none", *OUT_DTYPES)
     accepted = {"bias_dtype": dtypes, "activation": ("none", *ACTIVATIONS, *GATED), "residual_dtype": dtypes}
     for name, values in accepted.items():
-        value = getattr(problem, name, "none")
+        value = getattr(problem, name)
         require(isinstance(value, str) and value in values, f"{name}={value!r}", quoted(values))
     columns, pair = getattr(problem, features), 2 * GATE_BLOCK
     valid = problem.activation not in GATED or columns % pair == 0

@@ -48,6 +48,7 @@ class Operation:
         reference does not round.
       represented: function of a problem: problems for which its decision may hold, one for each kernel that it may
         need. None of convolutions: a cache has the kernels of the dilations that were lowered with it.
+      xla_is_bounded: whether XLA takes no longer for a problem than for its representatives.
     """
 
     problem: type[Any]
@@ -58,11 +59,15 @@ class Operation:
     check: Callable[..., jax.Array] | None = None
     kinds: int = 1
     operand_error: Callable[[Any], float] = lambda problem: 0.0
+    xla_is_bounded: bool = True
 
 
 def _convolution(problem: type[ConvProblem], reference: Callable[..., jax.Array]) -> Operation:
-    operands, representatives = _normal_operands, ConvProblem.representatives
-    return Operation(problem, operands, lambda problem, x, y: reference(x, y, problem), representatives)
+    def in_lax(problem: ConvProblem, x: jax.Array, y: jax.Array) -> jax.Array:
+        return reference(x, y, problem)
+
+    # XLA may take much longer for a dilated filter than for the representative, which has none.
+    return Operation(problem, _normal_operands, in_lax, ConvProblem.representatives, xla_is_bounded=False)
 
 
 def _normal_operands(problem: Problem, seed: int) -> tuple[np.ndarray, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from jax_splitk.problems import quantized_ragged_reference
 from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words
 from jax_splitk.problems.problem import ArrayTypes, as_base, nbytes
-from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.quantized_ragged_reference import Grouped
 from jax_splitk.problems.random_operands import normals
@@ -34,6 +33,7 @@ class QuantizedRaggedEpilogueProblem(QuantizedRaggedDotProblem):
     bias_dtype: str = "none"
     activation: str = "none"
 
+    residual_dtype: ClassVar[str] = "none"  # there is none
     op = "quantized_ragged_dot_epilogue"
 
     def validate(self) -> None:
@@ -63,11 +63,6 @@ class QuantizedRaggedEpilogueProblem(QuantizedRaggedDotProblem):
     def epilogue(self) -> str:
         """The epilogue in words."""
         return in_words(self.bias_dtype, self.activation)
-
-    @property
-    def of_one(self) -> QuantizedEpilogueProblem:
-        """The product of all rows with one weight, and its epilogue."""
-        return QuantizedEpilogueProblem(**vars(self.product), bias_dtype=self.bias_dtype, activation=self.activation)
 
     @property
     def epilogue_operands(self) -> ArrayTypes:

@@ -10,7 +10,6 @@ for the problem, and loses little there according to the cost model.
 import dataclasses
 from collections.abc import Iterator
 
-from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning import model
@@ -82,9 +81,9 @@ def _loss(key: Key, other: Key, candidate: Candidate, workspace_limit: int, entr
     if not legal or candidate.workspace_bytes(key.problem) > workspace_limit:
         return float("inf")
     if candidate.family is None:
-        if isinstance(key.problem, ConvProblem):
-            return float("inf")  # XLA may take much longer for a dilated filter
-        # XLA takes no longer for fewer rows, and ours is faster by as much as the model says.
+        if not OPERATIONS[key.problem.op].xla_is_bounded:
+            return float("inf")
+        # XLA takes no longer, and ours is faster by as much as the model says.
         ours = min((m.us for m in entry.measurements if m.us and m.candidate != XLA), default=None) if entry else None
         xla = entry.us(XLA) if entry else None
         ours = None if ours is None else ours * here[0] / there[0]

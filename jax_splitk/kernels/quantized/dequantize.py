@@ -14,6 +14,7 @@ from jax_splitk.runtime import plan
 FORMAT_CODES = {"int4": 0, "uint4": 1, "int8": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4, "nf4": 5}  # macro FORMAT
 # Macros SCALE_TYPE, ZERO_TYPE.
 TYPE_CODES = {**OUT_CODES, "none": -1, "float8_e8m0fnu": 3, "float8_e4m3fn": 4}
+_WITH_EPILOGUE = (QuantizedEpilogueProblem, QuantizedRaggedEpilogueProblem)
 SHORTEST_GROUP = 32  # of e4m3 products: the k of an instruction
 E4M3_FORMATS = ("int4", "uint4", "float4_e2m1fn", "float8_e4m3fn")  # whose values are e4m3 but for a power of two
 
@@ -48,20 +49,16 @@ def last_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
 
 def epilogue_pointers(problem: Problem) -> tuple[plan.Pointer, ...]:
     """The bias and the residual, if the kernel has an epilogue."""
-    count = len(problem.operand_types)
-    if isinstance(problem, QuantizedRaggedEpilogueProblem):
-        return plan.Pointer((count - 1) * (problem.bias_dtype != "none")), plan.Pointer(0)
-    if not isinstance(problem, QuantizedEpilogueProblem):
+    if not isinstance(problem, _WITH_EPILOGUE):
         return ()
+    count = len(problem.operand_types)
     bias, residual = problem.bias_dtype != "none", problem.residual_dtype != "none"
     return plan.Pointer((count - 1 - residual) * bias), plan.Pointer((count - 1) * residual)
 
 
 def epilogue_macros(problem: Problem) -> dict[str, int]:
     """Macros of the epilogue, if the kernel has one."""
-    if isinstance(problem, QuantizedRaggedEpilogueProblem):
-        problem = problem.of_one
-    if not isinstance(problem, QuantizedEpilogueProblem):
+    if not isinstance(problem, _WITH_EPILOGUE):
         return {}
     bias = "none" if problem.bias_dtype == "none" else "n"
     return epilogue.macros(bias, problem.bias_dtype, problem.activation, problem.residual_dtype)
