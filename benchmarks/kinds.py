@@ -18,7 +18,7 @@ from benchmarks.conv_cases import ALL, Case
 from benchmarks.report import percent
 
 SEED = 43
-DRAWS = 3  # convolutions of a kind, each in all passes
+DRAWS = 6  # convolutions of a kind, each in all passes
 ELEMENTS = 2**24  # of the larger of input and output, about
 NEAR, NEAR_US = 0.4, 6.0  # share of the floor's rate, or microseconds above the floor, of a pass that is near it
 

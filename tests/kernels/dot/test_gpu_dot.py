@@ -80,11 +80,6 @@ def device_code() -> set[compiler.Source]:
     return ours | {few_kernels.source(*run) for run in random_runs()}
 
 
-def test_covers_every_tile_and_reduction() -> None:
-    assert {(c.tile_m, c.tile_n) for _, c in EXACT} == set(TILES)
-    assert {(c.reduction, c.splits) for _, c in EXACT} == set(REDUCTIONS)
-
-
 @pytest.mark.parametrize(("problem", "config"), EXACT, ids=str)
 def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
     check_exact(FAMILY, problem, config)

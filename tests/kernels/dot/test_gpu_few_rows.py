@@ -61,12 +61,6 @@ def device_code() -> set[compiler.Source]:
     return {FAMILY.source(p, c) for p, c in EXACT} | {few_kernels.source(*run) for run in random_runs()}
 
 
-def test_covers_every_tile_and_cluster() -> None:
-    assert {(c.tile_m, c.tile_n) for _, c in EXACT} == set(itertools.product(TILES_M, TILES_N))
-    assert {c.splits for _, c in EXACT} == set(range(1, 9))
-    assert {c.blocks_per_sm for _, c in EXACT} == set(range(1, MAX_BLOCKS + 1))
-
-
 @pytest.mark.parametrize(("problem", "config"), EXACT, ids=str)
 def test_exact_on_integers(problem: DotProblem, config: Config) -> None:
     check_exact(FAMILY, problem, config)
