@@ -432,6 +432,10 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (90,), (3,), (192, 144), conv_im2col.Config(192, 64, 3, taps=3),
          {"padding": 1, "groups": 3, "out_dtype": "float32"}),
         (dgrad, (9, 10), (3, 3), (32, 40), conv_im2col.Config(128, 32, 3, taps=3), {"padding": 1, **floats}),
+        (dgrad, (40,), (47,), (96, 96), persistent(64, 256, True, 2, 4), {"padding": 23, "groups": 2, "batch": 3}),
+        (fprop, (40,), (25,), (96, 96), conv_im2col.Config(256, 64, 3, taps=5), {"padding": 12, "groups": 2}),
+        (fprop, (9, 17), (2, 11), (36, 40), conv_im2col.Config(128, 64, 3, taps=3),
+         {"padding": 5, "rhs_dilation": (1, 2), **floats}),
         # Few channels, and groups: stages of several taps, of which the last one's may be missing.
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), tile(256, 32), {"padding": 1}),
         (dgrad, (9, 10), (3, 3), (32, 24), conv_im2col.Config(256, 32, 3), {"padding": 1, "stride": 2}),
