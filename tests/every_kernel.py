@@ -149,6 +149,10 @@ def _im2col() -> Iterator[Run]:
     matrix = conv((200,), (1,), (72, 64))
     long = conv((1090,), (1,), (64, 136), out_dtype=HALF, dtype=HALF)
     groups = conv((9, 11), (2, 1), (128, 128), groups=2)
+    # Groups whose boxes have channels of the next group.
+    padded = conv((70,), (7,), (96, 144), padding=3, groups=2)
+    parts = conv((9, 11), (2, 1), (144, 120), groups=3, dtype=HALF, out_dtype=HALF)
+    deep = conv((4, 5, 6), (2, 2, 1), (176, 80), padding=1, groups=2)
     # More than 128 blocks of pixels, which the tensor cores do not add by themselves.
     chains, tails = conv((8300,), (1,), (72, 64)), conv((92, 92), (1, 2), (64, 136))
 
@@ -170,6 +174,9 @@ def _im2col() -> Iterator[Run]:
         (matrix, config(128, 64, False, 3)),
         (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
+        (padded, config(256, 64, False, 2), config(64, 192, True, 1)),
+        (parts, config(128, 64, False, 1), config(64, 64, True, 2)),
+        (deep, config(192, 64, False, 1)),
         (chains, config(128, 64, True, 1)),
         (tails, config(64, 64, False, 2, whole_tiles=5)),
     ):
