@@ -6,6 +6,9 @@ on the Hopper atoms of CuTe.
 
 The kernel has two or three spatial dimensions. Plain dimensions (kernel 1, stride 1, no padding) are folded into the
 dimension before them: see `folded`.
+
+A box of 64 channels may reach beyond its group. The next group's channels are then rows or columns of their own, which
+are not stored.
 """
 
 import dataclasses
