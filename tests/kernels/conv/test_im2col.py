@@ -297,7 +297,7 @@ def test_taps_of_a_filter_row_share_pixels(
     ((40,), (128,), 96, Config(64, 64, 3, 3, "workspace", 7), {"padding": ((64, 63),), "groups": 2}),
     ((6, 20), (1, 11), 64, Config(64, 128, 3, taps=4, swap=True, workers=2), {"padding": ((0, 0), (5, 5))}),
     ((6, 20), (2, 11), 40, Config(128, 64, 3, taps=3), {"padding": ((1, 0), (9, 4)), "rhs_dilation": (1, 2)}),
-    ((4, 5, 9), (2, 2, 7), 72, Config(64, 64, 3, taps=4), {"padding": 2}),
+    ((2, 3, 9), (2, 2, 7), 72, Config(64, 64, 3, taps=4), {"padding": 2, "batch": 1}),
 ])  # fmt: skip
 def test_a_stage_has_a_part_of_a_long_filter_row(
     kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: int, config: Config, changes: Any
@@ -305,7 +305,7 @@ def test_a_stage_has_a_part_of_a_long_filter_row(
     """Its taps share their pixels, also where their number does not divide the row's length."""
     p = problem(kind, size, kernel, channels, channels, **changes)
     with seeded(94) as rng:
-        for seed in rng.integers(2**31, size=2):
+        for seed in rng.integers(2**31, size=2 if config.workers else 1):
             emulated.check(IM2COL.of(p), p, config, seed=int(seed))
 
 
