@@ -149,6 +149,10 @@ def _im2col() -> Iterator[Run]:
     matrix = conv((200,), (1,), (72, 64))
     long = conv((1090,), (1,), (64, 136), out_dtype=HALF, dtype=HALF)
     groups = conv((9, 11), (2, 1), (128, 128), groups=2)
+    # Groups whose boxes have channels of the next group.
+    padded = conv((70,), (7,), (96, 144), padding=3, groups=2)
+    parts = conv((9, 11), (2, 1), (144, 120), groups=3, dtype=HALF, out_dtype=HALF)
+    deep = conv((4, 5, 6), (2, 2, 1), (176, 80), padding=1, groups=2)
     # More than 128 blocks of pixels, which the tensor cores do not add by themselves.
     chains, tails = conv((8300,), (1,), (72, 64)), conv((92, 92), (1, 2), (64, 136))
 
@@ -170,6 +174,9 @@ def _im2col() -> Iterator[Run]:
         (matrix, config(128, 64, False, 3)),
         (long, im2col.Config(64, 64, 8, True, 2)),
         (groups, config(128, 192, False, 3)),
+        (padded, config(256, 64, False, 2), config(64, 192, True, 1)),
+        (parts, config(128, 64, False, 1), config(64, 64, True, 2)),
+        (deep, config(192, 64, False, 1)),
         (chains, config(128, 64, True, 1)),
         (tails, config(64, 64, False, 2, whole_tiles=5)),
     ):
@@ -432,6 +439,10 @@ def _dense_passes() -> Iterator[Run]:
         (fprop, (90,), (3,), (192, 144), conv_im2col.Config(192, 64, 3, taps=3),
          {"padding": 1, "groups": 3, "out_dtype": "float32"}),
         (dgrad, (9, 10), (3, 3), (32, 40), conv_im2col.Config(128, 32, 3, taps=3), {"padding": 1, **floats}),
+        (dgrad, (40,), (47,), (96, 96), persistent(64, 256, True, 2, 4), {"padding": 23, "groups": 2, "batch": 3}),
+        (fprop, (40,), (25,), (96, 96), conv_im2col.Config(256, 64, 3, taps=5), {"padding": 12, "groups": 2}),
+        (fprop, (9, 17), (2, 11), (36, 40), conv_im2col.Config(128, 64, 3, taps=3),
+         {"padding": 5, "rhs_dilation": (1, 2), **floats}),
         # Few channels, and groups: stages of several taps, of which the last one's may be missing.
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), tile(256, 32), {"padding": 1}),
         (dgrad, (9, 10), (3, 3), (32, 24), conv_im2col.Config(256, 32, 3), {"padding": 1, "stride": 2}),

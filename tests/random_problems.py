@@ -75,7 +75,8 @@ def _any(rng: np.random.Generator) -> tuple[int, int, int]:
 
 def _wide_groups(rng: np.random.Generator) -> tuple[int, int, int]:
     groups = int(rng.integers(2, 4))
-    return 64 * groups * int(rng.integers(1, 3)), 64 * groups * int(rng.integers(1, 3)), groups
+    each = (64 * rng.integers(1, 3, 2)) if rng.random() < 0.5 else (8 * rng.integers(5, 17, 2))
+    return groups * int(each[0]), groups * int(each[1]), groups
 
 
 def _small_groups(rng: np.random.Generator) -> tuple[int, int, int]:

@@ -19,9 +19,10 @@
 // A forward pass's weight that cannot be read MN-major is TRANSPOSED by a kernel of its own first
 // (contraction/weight.cuh).
 //
-// Where a stage has a filter row's TAPS, its block of A is loaded once for all of them: pixels along w are
+// Where a stage has TAPS of a filter row, its block of A is loaded once for all of them: pixels along w are
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
-// between the lines of the images is not stored.
+// between the lines of the images is not stored. A row of more taps has ROW_PARTS, which count as the taps of a
+// block of the reduction. Its last part ends with the row; taps that the part before has, too, are zeros of B.
 //
 // A tile belongs to one group. Its columns are the group's, and those beyond are not stored. Where groups are
 // PADDED, the maps of A and of a K-major B have a dimension for the groups: TMA puts zeros in place of the
@@ -31,7 +32,7 @@
 // contraction/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
-// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, GROUPED, PADDED, ROW_BYTES (bytes of a block
+// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes of a block
 // of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's columns are no
 // multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see contraction/persistent.cuh), and
 // those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
@@ -222,8 +223,13 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   const int tap = 0;
 #else
   const auto& on_w = g.on_w[tile.residue.w];
-  const uint16_t w = on_w.offset + block.tap.w * g.step.w;
-  int tap = on_w.tap + block.tap.w * g.tap_step.w;
+#if ROW_PARTS
+  const int begin = block.tap.w * TAPS, first = min(begin, g.row_taps - TAPS);
+#else
+  const int first = block.tap.w;
+#endif
+  const uint16_t w = on_w.offset + first * g.step.w;
+  int tap = on_w.tap + first * g.tap_step.w;
   uint8_t* to = shared_pointer(a);
 #if AXES == 1 && PADDED
   load_im2col(&a_map, full, to, c, l.window.w, l.n, group, w, 0);
@@ -249,13 +255,17 @@ __device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, cons
   constexpr int BOXES = (CHANNELS + 63) / 64;
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) {
+    int at = tap + i * g.tap_step.w;
+#if ROW_PARTS
+    if (first + i < begin) at = -1;  // TMA fills with zeros what lies before the first tap
+#endif
     if constexpr (PADDED && !B_MN) {
       uint8_t* part = shared_pointer(b + i * WEIGHT_PART);
-      load_tile(&b_map, full, hint_for(g.b_once), part, c, n, group, tap + i * g.tap_step.w);
+      load_tile(&b_map, full, hint_for(g.b_once), part, c, n, group, at);
       continue;
     }
-    load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b + i * WEIGHT_PART, n, B_MN ? k : c,
-                                              tap + i * g.tap_step.w, hint_for(g.b_once));
+    load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b + i * WEIGHT_PART, n, B_MN ? k : c, at,
+                                              hint_for(g.b_once));
   }
 }
 

@@ -71,7 +71,9 @@ from jax_splitk.runtime.target import Target
 
 _MAX_DOWN, _MAX_UP = 8, 16  # TMA's element strides; residues that the kernel's arguments have room for
 _NARROW = (16, 32)  # columns of tiles, where a group has no more
-_MAX_BEYOND = 1.3  # times the output's pixels: where a candidate has these taps in a stage
+# Where candidates have several taps in a stage: at most so many times the output's pixels, and the filter row's taps.
+_MAX_BEYOND, _MAX_ROW = 1.3, 1.1
+_FEW_TAPS = 5  # of which three stages of wide tiles fit into shared memory
 _FEW_PIXELS = 8192  # of a matrix product whose tiles leave multiprocessors idle
 _PERSISTENT = 5  # candidates
 _STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
@@ -180,7 +182,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return None
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        if (reason := field_refusal(config, taps=sorted({1, shared_taps(problem)}))) is not None:
+        if (reason := field_refusal(config, taps=shared_taps(problem))) is not None:
             return reason
         stages = self.stage_counts(config)
         if config.taps > 1 and not stages:
@@ -249,15 +251,22 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return tile_counts(problem, config)[1] * problem.feature_group_count
 
     def _shared(self, problem: ConvProblem) -> list[int]:
-        """Numbers of a filter row's taps that a stage of a candidate may have."""
-        taps = shared_taps(problem)
-        gains = taps > 1 and pixels(problem, taps) <= _MAX_BEYOND * pixels(problem)
-        return [1, taps] if gains else [1]
+        """Numbers of a filter row's taps that a stage of a candidate may have: 1, and the best of few and of many."""
+        gaining = _gaining_taps(problem)
+        few, many = ([taps for taps in gaining if (taps <= _FEW_TAPS) == is_few] for is_few in (True, False))
+        return [1, *(min(of, key=lambda taps: (gaining[taps], -taps)) for of in (few, many) if of)]
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
-        if not config.workers:
-            return super().neighbours(problem, config, target)
-        return varied(config, stages=[config.stages - 1], swap=[not config.swap])
+        """Includes the next smaller and the next larger number of taps, if a stage has several, with all stages that
+        fit."""
+        if config.workers:
+            found = varied(config, stages=[config.stages - 1], swap=[not config.swap])
+        else:
+            found = super().neighbours(problem, config, target)
+        gaining = _gaining_taps(problem) if config.taps > 1 else {}
+        fewer, more = ([t for t in gaining if t < config.taps], [t for t in gaining if t > config.taps])
+        depths = ((other, self.stage_counts(other)) for other in varied(config, taps=fewer[-1:] + more[:1]))
+        return found + [dataclasses.replace(other, stages=of[-1]) for other, of in depths if of]
 
     def work(self, problem: ConvProblem, config: Config, target: Target) -> Work:
         if not config.workers:
@@ -370,6 +379,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
                 "lower": tuple(axis.lower for axis in of),
                 "step": tuple(axis.step for axis in of),
                 "tap_step": _tap_steps(problem),
+                **({"row_taps": of[-1].kernel} if _has_row_parts(problem, config) else {}),
                 **_residues(problem, config),
                 "beyond": -(-p.in_channels // block_k(problem)),
                 "k": p.group_channels[0],
@@ -390,6 +400,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "PHASED": int(_rows_lie_apart(problem, config)),
             "TAPS": config.taps,
             "TAP_ROWS": of[-1].dilation if config.taps > 1 else 0,
+            "ROW_PARTS": int(_has_row_parts(problem, config)),
             "GROUPED": int(problem.feature_group_count > 1),
             "PADDED": int(is_padded(problem)),
             "EMPTY": int(min(self._chains(problem, config)) < config.splits),
@@ -486,6 +497,19 @@ def _rows_lie_apart(problem: ConvProblem, config: Config) -> bool:
     """Whether neighbouring rows of a tile may not be neighbours in the output: rows of a phase, or rows with others
     between them that are not stored."""
     return config.taps > 1 or any(axis.up > 1 for axis in axes(problem))
+
+
+def _gaining_taps(problem: ConvProblem) -> dict[int, int]:
+    """For each number of a filter row's taps that may gain something in a stage: how many taps are then multiplied for
+    a row."""
+    row, most = axes(problem)[-1].kernel, _MAX_BEYOND * pixels(problem)
+    multiplied = {taps: -(-row // taps) * taps for taps in shared_taps(problem)[1:]}
+    return {taps: of for taps, of in multiplied.items() if of <= _MAX_ROW * row and pixels(problem, taps) <= most}
+
+
+def _has_row_parts(problem: ConvProblem, config: Config) -> bool:
+    """Whether a stage has several taps of a filter row, but not all."""
+    return 1 < config.taps < axes(problem)[-1].kernel
 
 
 def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:

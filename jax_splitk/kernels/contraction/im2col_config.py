@@ -25,7 +25,7 @@ IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-
 BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
 _LEAST_ROW = 32  # bytes of an instruction's k
 _MAX_PADDING = 1.25  # times the channels of the least padding: longer rows are fewer rows for TMA
-MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps of a filter row
+MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps that share its pixels
 # Tiles of two consumers whose sums fit into half of the registers.
 _TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
 
@@ -35,9 +35,10 @@ class Config(SplitTile):
     """How a pass is computed: see `SplitTile`.
 
     Attributes:
-      taps: number of a filter row's taps in a stage: 1, or all. All taps read the same pixels, each starting at another
-        row, so the pixels are loaded once. Tiles then also have pixels between the lines of images, which are not
-        stored.
+      taps: number of a filter row's neighbouring taps in a stage. They read the same pixels, each starting at another
+        row of the stage, so the pixels are loaded once for all of them. With several taps, tiles also have pixels
+        between the lines of images, which are not stored. If the number does not divide the row's length, the last
+        stage of a row multiplies some taps with zeros.
       swap: False puts pixels on the tile's M side and output channels on N; True the reverse.
       workers: persistent thread blocks, which share the tiles; 0: as many thread blocks as tiles.
     """
@@ -163,13 +164,15 @@ def tile_counts(problem: ConvProblem, config: Config) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def shared_taps(problem: ConvProblem) -> int:
-    """How many taps of a filter row a stage may have."""
-    if is_matrix_product(joined(problem)) or any(axis.up > 1 for axis in axes(problem)):
-        return 1
-    last = dataclasses.replace(axes(problem)[-1], shared=axes(problem)[-1].kernel)
-    fits = last.down == 1 and last.reach <= MAX_REACH and last.upper <= im2col_limits(problem)[1]
-    return last.shared if fits else 1
+def shared_taps(problem: ConvProblem) -> tuple[int, ...]:
+    """The numbers of a filter row's taps that a stage may have, in increasing order: 1, and those whose reach is at
+    most `MAX_REACH`."""
+    last = axes(problem)[-1]
+    if is_matrix_product(joined(problem)) or last.down > 1 or any(axis.up > 1 for axis in axes(problem)):
+        return (1,)
+    counts = range(2, min(last.kernel, MAX_REACH // last.dilation + 1) + 1)
+    shared = (dataclasses.replace(last, shared=count) for count in counts)
+    return (1, *(axis.shared for axis in shared if axis.upper <= im2col_limits(problem)[1]))
 
 
 def tile_count(problem: ConvProblem, config: Config) -> int:

@@ -38,8 +38,9 @@ class Axis:
       residues: the residues, those with many taps first.
       pixels: number of pixels of the largest residue.
       lower, upper: corners of the box of window origins relative to the input; offsets are from `lower`.
-      shared: how many taps share their pixels: one, or all. With all taps there is one residue, and each tap has
-        windows of its own.
+      shared: how many neighbouring taps share their pixels; they count as one of the residue's `taps`. If several do,
+        there is one residue, and each of these taps has windows of its own. The last of them end with the filter's row,
+        and may include taps that the ones before have, too.
     """
 
     size: int
@@ -96,7 +97,8 @@ class Axis:
     @property
     def farthest(self) -> int:
         """The largest offset of a tap."""
-        return max(self.offset(r) + max(0, r.taps - 1) * self.step for r in self.residues)
+        last = {r: min(r.taps * self.shared, self.kernel) - self.shared for r in self.residues}
+        return max(self.offset(r) + max(0, tap) * self.step for r, tap in last.items())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,6 +6,9 @@ on the Hopper atoms of CuTe.
 
 The kernel has two or three spatial dimensions. Plain dimensions (kernel 1, stride 1, no padding) are folded into the
 dimension before them: see `folded`.
+
+A box of 64 channels may reach beyond its group. The next group's channels are then rows or columns of their own, which
+are not stored.
 """
 
 import dataclasses
@@ -26,6 +29,8 @@ from jax_splitk.runtime.target import Target
 
 BLOCK_K = 64
 SLOT = 64  # channels of a TMA box
+LOADED = 8  # channels at whose multiples TMA's boxes begin
+LEAST = 40  # channels of a group: of fewer the boxes are mostly zeros or other groups
 # Blocks of pixels that the tensor cores add of a float32 result. The error is 2.8e-5 relative over 380 of them
 # (measured).
 MAX_FLOAT32_CHAIN = 128
@@ -92,9 +97,10 @@ def _group_refusal(p: ConvWgradProblem) -> str | None:
     if p.feature_group_count > MAX_GRID_Z:
         return f"feature_group_count {p.feature_group_count}; accepted: 1 to {MAX_GRID_Z}"
     channels, out_channels = p.group_channels
-    if p.feature_group_count > 1 and (channels % SLOT or out_channels % SLOT):
+    if p.feature_group_count > 1 and (channels % LOADED or out_channels % LOADED or min(p.group_channels) < LEAST):
         each = f"{channels} input and {out_channels} output channels each"
-        return f"feature_group_count {p.feature_group_count} with {each}; accepted: multiples of {SLOT} channels, or 1"
+        accepted = f"multiples of {LOADED} channels from {LEAST} on, or 1"
+        return f"feature_group_count {p.feature_group_count} with {each}; accepted: {accepted}"
     return None
 
 
@@ -250,9 +256,9 @@ class Im2col(SplitFamily[ConvWgradProblem, Config]):
         )
 
     def _rows(self, problem: ConvWgradProblem, config: Config) -> float:
-        """Lines of 128 bytes that the rows of a stage touch."""
+        """Lines of 128 bytes that the rows of a stage touch. They begin at the first channels of groups."""
         of_x, of_dy = (config.tile_n, config.tile_m) if config.swap else (config.tile_m, config.tile_n)
-        boxes = (of_x, problem.in_channels), (of_dy, problem.out_channels)
+        boxes = zip((of_x, of_dy), problem.group_channels, strict=True)
         return sum(tile // SLOT * BLOCK_K * wgmma_tile.lines_of_row(2 * channels) for tile, channels in boxes)
 
     def workspace_bytes(self, problem: ConvWgradProblem, config: Config) -> int:

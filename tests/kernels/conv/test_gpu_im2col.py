@@ -26,8 +26,16 @@ MOST = 8e8  # operations of a problem
 SHARE = 45, 20
 Wanted = tuple[Callable[[Any], bool], Callable[[Any], bool]]
 ANY: Wanted = (lambda p: True, lambda config: True)
+
+
+def _has_long_rows(p: Any) -> bool:
+    """Whether no stage may have all taps of a filter row."""
+    return len(im2col.shared_taps(p)) > 1 and max(im2col.shared_taps(p)) < p.kernel_spatial[-1]
+
+
 RARE: tuple[Wanted, ...] = (
-    (lambda p: im2col.shared_taps(p) > 1, lambda config: config.taps > 1),
+    (lambda p: len(im2col.shared_taps(p)) > 1, lambda config: config.taps > 1),
+    (_has_long_rows, lambda config: config.taps > 1),
     (lambda p: p.feature_group_count > 1, ANY[1]),
     (lambda p: max(p.window_strides) > 1, ANY[1]),
     (lambda p: max(p.lhs_dilation) > 1, ANY[1]),

@@ -260,24 +260,60 @@ def meeting(p: ConvProblem) -> list[set[tuple[int, int, int]]]:
     return found
 
 
-@pytest.mark.parametrize(("kernel", "changes", "taps"), [
-    ((3, 3), {"padding": 1}, 3),
-    ((3, 5), {"padding": 2, "rhs_dilation": (1, 2)}, 5),
-    ((3, 3), {"stride": (2, 1)}, 3),
-    ((3, 6), {"rhs_dilation": (1, 2)}, 1),
-    ((3, 3), {"stride": (1, 2)}, 1),
-    ((3, 3), {"lhs_dilation": (2, 1)}, 1),
-    ((3, 1), {}, 1),
+@pytest.mark.parametrize(("kernel", "changes", "most", "tried"), [
+    ((3, 3), {"padding": 1}, 3, {3}),
+    ((3, 5), {"padding": 2, "rhs_dilation": (1, 2)}, 5, {5}),
+    ((3, 3), {"stride": (2, 1)}, 3, {3}),
+    ((3, 6), {"rhs_dilation": (1, 2)}, 5, {3}),
+    ((3, 3), {"stride": (1, 2)}, 1, set()),
+    ((3, 3), {"lhs_dilation": (2, 1)}, 1, set()),
+    ((3, 1), {}, 1, set()),
+    ((1, 11), {"padding": 5}, 9, {4, 6}),
+    ((7, 7), {"padding": 3}, 7, {7}),
+    ((2, 8), {"padding": 3}, 8, {4, 8}),
+    ((1, 63), {"padding": 31}, 9, {3, 9}),
+    ((1, 95), {"padding": 47}, 9, {5, 8}),
+    ((1, 128), {"padding": 64}, 9, {4, 8}),
+    ((1, 64), {"padding": 64, "rhs_dilation": (1, 2)}, 5, {4}),
+    ((1, 64), {"rhs_dilation": (1, 9)}, 1, set()),
 ])  # fmt: skip
-def test_taps_of_a_filter_row_share_pixels(kernel: tuple[int, ...], changes: dict[str, Any], taps: int) -> None:
-    p = problem(FPROP, (90, 90), kernel, 64, 64, **changes)
-    assert im2col.shared_taps(p) == taps
-    assert {config.taps for config in im2col.FPROP.candidates(p, DEFAULT_CUDA)} == {1, taps}
-    config = Config(128, 64, 3, taps=7)
-    accepted = f"1, {taps}" if taps > 1 else "1"
-    assert im2col.FPROP.refusal(p, config) == f"taps 7; accepted: {accepted}"
-    wide = str(im2col.FPROP.refusal(p, Config(128, 256, 2, taps=taps)))
-    assert taps < 3 or wide.startswith(f"tile 128x256 of {taps} taps in a stage; accepted: 2 stages that fit")
+def test_taps_of_a_filter_row_share_pixels(
+    kernel: tuple[int, ...], changes: dict[str, Any], most: int, tried: set[int]
+) -> None:
+    p = problem(FPROP, (90, 700), kernel, 64, 64, **changes)
+    assert im2col.shared_taps(p) == tuple(range(1, most + 1))
+    assert {config.taps for config in im2col.FPROP.candidates(p, DEFAULT_CUDA)} == {1, *tried}
+    accepted = ", ".join(map(str, range(1, most + 1)))
+    assert im2col.FPROP.refusal(p, Config(64, 64, 3, taps=10)) == f"taps 10; accepted: {accepted}"
+    wide = str(im2col.FPROP.refusal(p, Config(128, 256, 2, taps=most)))
+    assert most < 3 or wide.startswith(f"tile 128x256 of {most} taps in a stage; accepted: 2 stages that fit")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("size", "kernel", "channels", "config", "changes"), [
+    ((40,), (95,), 96, Config(256, 64, 3, taps=5), {"padding": 47, "groups": 2}),
+    ((40,), (95,), 96, Config(64, 256, 2, taps=4, swap=True, workers=2), {"padding": 47, "groups": 2, "batch": 3}),
+    ((40,), (128,), 96, Config(192, 64, 2, taps=8, workers=2), {"padding": ((64, 63),), "groups": 2, "batch": 3}),
+    ((40,), (128,), 96, Config(64, 64, 3, 3, "workspace", 7), {"padding": ((64, 63),), "groups": 2}),
+    ((6, 20), (1, 11), 64, Config(64, 128, 3, taps=4, swap=True, workers=2), {"padding": ((0, 0), (5, 5))}),
+    ((6, 20), (2, 11), 40, Config(128, 64, 3, taps=3), {"padding": ((1, 0), (9, 4)), "rhs_dilation": (1, 2)}),
+    ((2, 3, 9), (2, 2, 7), 72, Config(64, 64, 3, taps=4), {"padding": 2, "batch": 1}),
+])  # fmt: skip
+def test_a_stage_has_a_part_of_a_long_filter_row(
+    kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: int, config: Config, changes: Any
+) -> None:
+    """Its taps share their pixels, also where their number does not divide the row's length."""
+    p = problem(kind, size, kernel, channels, channels, **changes)
+    with seeded(94) as rng:
+        for seed in rng.integers(2**31, size=2 if config.workers else 1):
+            emulated.check(IM2COL.of(p), p, config, seed=int(seed))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_infinity_leaves_its_window_by_taps_that_are_zeros(kind: type[Any], value: float) -> None:
+    p = problem(kind, (60,), (11,), 64, 64, padding=5)
+    emulated.check_not_finite(IM2COL.of(p), p, Config(64, 64, 3, taps=4), value)
 
 
 def test_phases_meet_every_tap_of_every_pixel_once() -> None:

@@ -444,6 +444,10 @@ def draw_im2col(rng: Rng, kind: type[Any], scale: int = 1) -> Any:
         more["padding"] = 0
     if rng.random() < 0.3:
         more["rhs_dilation"] = int(rng.integers(1, 4))
+    if rng.random() < 0.15:  # rows with more taps than a stage
+        row = int(rng.integers(10, 50))
+        more["kernel"] = (*more["kernel"][:-1], row)
+        more["padding"] = (*(((0, 0),) * (len(more["kernel"]) - 1)), (row // 2, int(rng.integers(row))))
     channels = [8 * int(rng.integers(1, 8 * scale)) for _ in range(2)]
     columns = int(kind is ConvFpropProblem)  # which channels the result has
     channels[columns] -= int(rng.choice([0, 0, 0, 4, 4, int(rng.integers(8))]))
@@ -490,6 +494,8 @@ DENSE: list[ConvProblem] = [
         (8, (28, 28), (3, 3), (128, 192), {"padding": 1, "groups": 2, "stride": 2}),
         (8, (28, 28), (3, 3), (160, 160), {"padding": 1, "groups": 4}),
         (4, (200,), (64,), (96, 96), {"padding": ((32, 31),), "groups": 2}),
+        (4, (150,), (95,), (192, 192), {"padding": 47, "groups": 4}),
+        (4, (40, 50), (1, 11), (64, 64), {"padding": ((0, 0), (5, 5))}),
         (4, (56, 56), (3, 3), (64, 64), {"padding": 1, **FLOAT}),
         (16, (32, 32), (3, 3), (16, 16), {"padding": 1, **FLOAT}),
         (4, (64, 64), (3, 3), (128, 2) if kind is ConvFpropProblem else (2, 128), {"padding": 1}),

@@ -245,9 +245,9 @@ EDGES: dict[Family, list[tuple[Fields, Fields, str]]] = {
         ),
         ({"dtype": "float16"}, {"dtype": "float32"}, "dtype float32; accepted: bfloat16, float16"),
         *(
-            ({"channels": (128, 384), "groups": 2}, {"channels": (c, k), "groups": 2},
-             f"feature_group_count 2 with {c // 2} input and {k // 2} output channels each; accepted: multiples of 64")
-            for c, k in ((64, 128), (128, 64), (256, 144), (144, 256))
+            ({"channels": (80, 96), "groups": 2}, {"channels": (c, k), "groups": 2},
+             f"feature_group_count 2 with {c // 2} input and {k // 2} output channels each; accepted: multiples of 8")
+            for c, k in ((64, 128), (128, 64), (256, 136), (88, 256))
         ),
         ({}, {"kernel": (14, 14), "padding": 0}, "0 output pixels; accepted"),
         (row(MOST - 64), row(MOST - 63), f"{MOST - 63} output pixels; accepted: 1 to {MOST - 64}"),
