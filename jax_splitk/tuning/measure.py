@@ -148,6 +148,11 @@ class Bench:
         """How many executions run a contestant on every set once."""
         return math.ceil(self.sets / CALLED_TOGETHER)
 
+    @property
+    def _called_together(self) -> int:
+        """The number of calls in one execution."""
+        return min(self.sets, CALLED_TOGETHER)
+
     @functools.cached_property
     def _references(self) -> list[jax.Array]:
         """XLA's results in float32 for operands of each kind, by any of its kernels: none is timed, which would disturb
@@ -170,7 +175,7 @@ class Bench:
             if isinstance(outcome, str):
                 failures.append(Measurement(candidate, None, outcome))
                 continue
-            wrong = _attempt(lambda c=candidate, made=outcome: self._on_device(c, lambda: self._check(made)))
+            wrong = _attempt(lambda made=outcome: self._check(made))
             if wrong is None:
                 contestants.append(outcome)
             else:
@@ -216,18 +221,23 @@ class Bench:
                 self.waited += time.monotonic() - started
 
     def _check(self, contestant: Contestant) -> str | None:
+        """Runs a contestant for the first time. Returns why its results are wrong; None if they are not."""
         results = self._slow_results(contestant)
         if results is None:
-            for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
-                contestant.run()
-            started = time.perf_counter()
-            results = jax.block_until_ready(contestant.run())
-            contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
+            results = self._on_device(contestant.candidate, lambda: self._warm(contestant))
         if contestant.candidate == XLA:
             self._xlas = results[: self.operation.kinds]
             return None
-        wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
-        return next(filter(None, wrong), None)
+        return self._on_device(contestant.candidate, lambda: self._first_wrong(results))
+
+    def _warm(self, contestant: Contestant) -> Sequence[jax.Array]:
+        """The results of an execution that is no longer delayed by code that is loaded."""
+        for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
+            contestant.run()
+        started = time.perf_counter()
+        results = jax.block_until_ready(contestant.run())
+        contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
+        return results
 
     def _slow_results(self, contestant: Contestant) -> Sequence[jax.Array] | None:
         """The results of a slow contestant for operands of each kind, which then has its time; None for any other."""
@@ -238,15 +248,27 @@ class Bench:
         def timed() -> tuple[Sequence[jax.Array], float]:
             started = time.perf_counter()
             results = [jax.block_until_ready(of_kind(kind))[0] for kind in kinds]
-            return results, (time.perf_counter() - started) / (len(kinds) * min(self.sets, CALLED_TOGETHER)) * 1e6
+            return results, (time.perf_counter() - started) / (len(kinds) * self._called_together) * 1e6
 
-        results, us = timed()
-        if us > SLOW_US:  # the first calls load code, and cuDNN makes its plans
-            results, us = timed()
+        results, us = self._on_device(contestant.candidate, timed)
+        if us <= SLOW_US:
+            return None
+        # The first calls load code, and what other searches run may have delayed them. A profile tells.
+        few = dataclasses.replace(contestant, run=timed)
+        try:
+            us = self._device_times([few], [1], 1, executions=len(kinds))[0][0]
+        except Exception as error:
+            self._tell_no_profile(error)
+            with self._device():
+                us = self._on_device(contestant.candidate, timed)[1]
         if us <= SLOW_US:
             return None
         contestant.is_slow, contestant.warm_us, contestant.device_times = True, us, [us] * DEVICE_ROUNDS
         return results
+
+    def _first_wrong(self, results: Sequence[jax.Array]) -> str | None:
+        wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
+        return next(filter(None, wrong), None)
 
     def _wrong(self, kind: int, result: jax.Array) -> str | None:
         """Why a result for operands of a kind is wrong; None if it is not. Most results are near XLA's own. The error
@@ -306,14 +328,17 @@ class Bench:
         counts = [self._calls(contestant, rounds) for contestant in contestants]
         for _ in range(profiles):
             try:
-                found = self._device_times(contestants, counts, rounds)
+                found = self._device_times(contestants, counts, rounds, self._executions)
             except Exception as error:
-                _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
+                self._tell_no_profile(error)
                 continue
             for contestant, times in zip(contestants, zip(*found, strict=True), strict=True):
                 contestant.device_times = list(times)
             return True
         return False
+
+    def _tell_no_profile(self, error: Exception) -> None:
+        _logger.info("%s: no device times (%s: %s)", self.problem, type(error).__name__, error)
 
     def times_of_kinds(self, contestant: Contestant) -> list[float]:
         """Microseconds of a call on operands of each kind alone, by the wall clock."""
@@ -324,7 +349,7 @@ class Bench:
                 start = time.perf_counter()
                 jax.block_until_ready(contestant.of_kind(kind) if contestant.of_kind else None)
                 seconds.append(time.perf_counter() - start)
-            return min(seconds) / min(self.sets, CALLED_TOGETHER) * 1e6
+            return min(seconds) / self._called_together * 1e6
 
         with self._device():
             kinds = range(self.operation.kinds)
@@ -342,10 +367,11 @@ class Bench:
         return max(1, min(wanted, (SCREENING_CALLS if rounds == 1 else MAX_TRACED_CALLS) // self.sets))
 
     def _device_times(
-        self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
+        self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int, executions: int
     ) -> Sequence[Sequence[float]]:
-        """For each round, the microseconds of a call of each contestant. One profile has all rounds, since it takes
-        longer to start and read a profile than to run what it shows."""
+        """For each round, the microseconds of a call of each contestant, which runs `executions` times for each of its
+        count. One profile has all rounds, since it takes longer to start and read a profile than to run what it
+        shows."""
         together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
         asked = time.monotonic()
 
@@ -360,8 +386,8 @@ class Bench:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
         times = []
         for (_, turn), (_, count) in zip(turns, together, strict=True):
-            ns = profile.part_time(((start, end) for _, start, end in turn), count * self._executions)
-            times.append(ns * 1e-3 * self._executions / self.sets)
+            ns = profile.part_time(((start, end) for _, start, end in turn), count * executions)
+            times.append(ns * 1e-3 / self._called_together)
         each = len(contestants)
         return [times[begin : begin + each] for begin in range(0, len(times), each)]
 

@@ -1,5 +1,6 @@
 """Times by the profiler, on a device that the tests play."""
 
+import itertools
 import math
 import pathlib
 import threading
@@ -173,20 +174,23 @@ def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> N
     assert contestants[0].device_times == [pytest.approx(7.0)]
 
 
-@pytest.mark.parametrize(("first_us", "us", "is_slow"), [(9e4, 9e4, True), (9e4, 10.0, False), (10.0, 10.0, False)])
+@pytest.mark.parametrize("has_profile", [True, False])
+@pytest.mark.parametrize(("clock_us", "us", "is_slow"), [(9e4, 9e4, True), (9e4, 10.0, False), (10.0, 10.0, False)])
 def test_a_slow_candidate_is_called_a_few_times(
-    first_us: float, us: float, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+    clock_us: float, us: float, is_slow: bool, has_profile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the time of these calls. A candidate whose first calls alone take long, to load code, is not slow."""
-    device, now, runs = FakeDevice(monkeypatch), 0.0, 0
-    bench, result = device.bench(), jnp.zeros(())
+    """It has the time of these calls. A candidate whose first calls alone take long by the clock, since it loads code
+    or other searches use the device, is not slow."""
+    fake, now, runs = FakeDevice(monkeypatch), 0.0, 0
+    bench, result = fake.bench(), jnp.zeros(())
     bench.operation, bench.sets = OPERATIONS["conv_wgrad"], 24
-    contestant, quick = device.contestant("slow", us), device.contestant("quick", 7.0)
-    each = iter([first_us, *[us] * 9])
+    contestant, quick = fake.contestant("slow", us), fake.contestant("quick", 7.0)
+    clock = itertools.chain([clock_us], itertools.repeat(us))
 
     def of_kind(kind: int) -> list[jax.Array]:
         nonlocal now
-        now += 4e-6 * next(each)
+        now += 4e-6 * next(clock)
+        fake.ran.append(("slow", 4 * us))
         return [result] * 4
 
     def run() -> list[jax.Array]:
@@ -194,17 +198,22 @@ def test_a_slow_candidate_is_called_a_few_times(
         runs += 1
         return [result] * 24
 
+    def refused(work: Callable[[], None]) -> None:
+        raise RuntimeError("another profile is being taken")
+
+    if not has_profile:
+        monkeypatch.setattr(profile, "recorded", refused)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
     contestant.of_kind, contestant.run, contestant.candidate = of_kind, run, XLA
     assert bench._check(contestant) is None
     assert contestant.is_slow == is_slow
     if is_slow:
         assert runs == 0
-        assert bench.time_on_device([contestant, quick])
         bench.time([contestant], 3, math.inf)
         assert (contestant.us, contestant.spread, runs) == (pytest.approx(us), 0.0, 0)
-        assert len(quick.device_times) == 1
         assert bench.time_on_device([contestant])
+        assert bench.time_on_device([contestant, quick]) == has_profile
+        assert len(quick.device_times) == has_profile
 
 
 def test_what_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

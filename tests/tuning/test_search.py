@@ -191,12 +191,12 @@ from jax_splitk.tuning.choice import XLA
 from tests.tuning_cache import TINY, key_of
 from jax_splitk.tuning import measure, search, store, tuner
 bad = search.ranked(key_of(TINY))[0]
-check = measure.Bench._check
-def hanging(self, run):
+warm = measure.Bench._warm
+def hanging(self, contestant):
     if self.running[0] == bad:
         threading.Event().wait()
-    return check(self, run)
-measure.Bench._check = hanging
+    return warm(self, contestant)
+measure.Bench._warm = hanging
 search.STUCK_SECONDS = 5
 ((_, entry),) = jax_splitk.tune_problems([TINY.problem()], seconds=0.05)
 assert entry.choice == XLA, entry
