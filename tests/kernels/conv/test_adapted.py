@@ -2,6 +2,7 @@
 refusals, times and memory. tests/every_kernel.py has a run of each with the kernels."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from jax_splitk.kernels import Family, catalogue
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.problem import nbytes
+from jax_splitk.runtime.around import Around
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import model
 from jax_splitk.tuning.key import key_for
@@ -64,14 +66,21 @@ def operands(p: ConvProblem, rng: np.random.Generator) -> list[np.ndarray]:
     return [rng.integers(-2, 3, shape).astype(p.dtype) for shape in p.operand_shapes]
 
 
+@functools.cache
+def jitted(around: Around) -> tuple[Any, Any]:
+    """XLA's operations before and after the kernels."""
+    return jax.jit(around.before), jax.jit(around.after)
+
+
 def computed(family: Any, p: ConvProblem, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The result, with the convolution of the kernels computed on the host."""
     around, other = family.around(p), family.translated(p)
-    changed = [np.asarray(array) for array in around.before([jnp.asarray(x), jnp.asarray(y)])]
+    before, after = jitted(around)
+    changed = [np.asarray(array) for array in before([x, y])]
     assert [array.shape for array in changed] == list(other.operand_shapes)
     own = float64.ON_HOST[p.op](other, *changed)
     assert (own.shape, p.out_dtype) == around.returned
-    return np.asarray(around.after(jnp.asarray(own.astype(p.out_dtype))))
+    return np.asarray(after(own.astype(p.out_dtype)))
 
 
 def test_the_problems_are_of_every_family() -> None:
