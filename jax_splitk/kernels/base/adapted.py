@@ -32,7 +32,7 @@ _FEW_CHANNELS = 16  # the family gather is as fast for them
 _MOST_PADDING = 2  # times the channels of a group
 _VECTOR, _FEW_COLUMNS = 4, 16  # channels of the result that the kernels store well: multiples, and few ones
 _MOST_MERGED, _FEW_MERGED = 256, 64  # channels of all groups: at most, and where memory is the limit
-# XLA's rate relative to the memory's: six pads and slices of 41 to 71 MB took 0.93 to 1.07 times the estimate (H200).
+# XLA's rate relative to the memory's: six pads and slices of 41 to 71 MB took 0.88 to 1.04 of the estimate (H200).
 _COPY_SHARE = 0.75
 
 
