@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jax_splitk.kernels import Family
+from jax_splitk.kernels import Family, catalogue
 from jax_splitk.kernels.contraction import few_rows, halo, patch
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as dot_tma
@@ -34,6 +34,7 @@ from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
+from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
@@ -374,6 +375,21 @@ def _grouped_passes() -> Iterator[Run]:
     ):  # fmt: skip
         p = conv_of(kind, size, kernel, (channels, channels), groups=groups, **changes)
         yield Run(family, p, conv_grouped.Config(*config))
+
+
+def _adapted() -> Iterator[Run]:
+    """Families without kernels of their own: one run each."""
+    floats = {"dtype": "float32", "out_dtype": "float32"}
+    half: dict[str, Any] = {"dtype": HALF, "out_dtype": HALF}
+    for op, problems in {
+        "conv_fprop": (((27, 45), {"groups": 3}), ((37, 53), half)),
+        "conv_dgrad": (((45, 27), {"groups": 3}), ((53, 37), half)),
+        "conv_wgrad": (((27, 45), {"groups": 3}), ((37, 53), half), ((16, 8), floats | {"groups": 4}),
+                       ((9, 15), floats | {"groups": 3})),
+    }.items():  # fmt: skip
+        for family, (channels, changes) in zip(catalogue.ADAPTED[op], problems, strict=True):
+            p = conv_of(OPERATIONS[op].problem, (7, 9), (3, 3), channels, padding=1, **changes)
+            yield Run(family, p, family.candidates(p, DEFAULT_CUDA)[0])
 
 
 def _dense_passes() -> Iterator[Run]:
@@ -847,6 +863,7 @@ RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
         *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
+        _adapted(),
         *(_dot(), _few_rows(), _stream(), _fp8(), _tiled(), _transposed(), _ragged(), _experts()),
     )
 )

@@ -30,8 +30,9 @@ def with_preset_results(plan: DevicePlan) -> DevicePlan:
 
 def function(plan: DevicePlan, problem: Problem) -> Callable[..., jax.Array]:
     """The plan's output as a function of its operands, compiled once. The poison is a must-alias of the results."""
-    call = with_preset_results(plan).custom_call()
-    out = jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))
+    call, around = with_preset_results(plan).custom_call(), plan.around
+    shape, dtype = (problem.out_shape, problem.out_dtype) if around is None else around.returned
+    out = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     workspace = jax.ShapeDtypeStruct((plan.workspace_bytes,), np.uint8)
     count = len(plan.buffers) - 2
     kernel = jax.ffi.ffi_call(call.target, (out, workspace), input_output_aliases={count: 0, count + 1: 1})
@@ -40,7 +41,9 @@ def function(plan: DevicePlan, problem: Problem) -> Callable[..., jax.Array]:
     def poisoned(*operands: jax.Array) -> jax.Array:
         # An all-ones byte pattern is a NaN in every float format.
         nan = jax.lax.bitcast_convert_type(jnp.full(out.shape, -1, f"int{8 * out.dtype.itemsize}"), out.dtype)
-        return kernel(*operands, nan, jnp.full(workspace.shape, 255, np.uint8), **call.attributes)[0]
+        given = operands if around is None else around.before(operands)
+        result = kernel(*given, nan, jnp.full(workspace.shape, 255, np.uint8), **call.attributes)[0]
+        return result if around is None else around.after(result)
 
     return poisoned
 

@@ -17,7 +17,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from benchmarks.cost_model.records import Record
 from benchmarks.cost_model.regret import MAX_SPREAD, Row, merged, regret
 from benchmarks.report import markdown
 from jax_splitk.kernels.base import cost_model, xla
+from jax_splitk.kernels.base.adapted import Adapted
 from jax_splitk.kernels.base.cost_model import Rates, Spent
 from jax_splitk.kernels.base.family import ModelledFamily, Translated
 from jax_splitk.kernels.base.work import Work
@@ -48,6 +49,12 @@ def fold(problem: Problem) -> int:
     """The fold of a problem, always the same."""
     digest = hashlib.sha256(json.dumps(problem_as_dict(problem), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") % FOLDS
+
+
+def fitted(found: Iterable[Record]) -> list[Row]:
+    """The times to fit. Those of adapted families are left out: their estimates are those of the families whose kernels
+    they use, and the time of XLA's copies."""
+    return [row for row in merged(found) if not isinstance(row.candidate.family, Adapted)]
 
 
 def work_of(row: Row) -> Work:
@@ -181,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     known = {record.problem for record in found}
     found += [r for r in records.shipped(DEFAULT_CUDA) if r.problem not in known]
-    rows = merged(r for r in found if r.target.platform == "cuda")
+    rows = fitted(r for r in found if r.target.platform == "cuda")
     works = [work_of(row) for row in rows]
     rates = {kind: cost_model.rates("cuda", kind) for kind in _kinds(rows)}
     if options.rates:

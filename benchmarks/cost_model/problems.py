@@ -161,7 +161,7 @@ def _audio(rng: Rng) -> _Layer:
     if what == "depthwise":
         return _Layer((length,), width, width, (_one(rng, 5, 7, 9, 15, 31),), groups=width)
     if what == "groups":
-        return _Layer((length,), width, width, (_one(rng, 3, 5, 9),), groups=_one(rng, 4, 8, 16))
+        return _Layer((length,), width, width, (_one(rng, 3, 5, 9),), groups=math.gcd(width, _one(rng, 4, 8, 16)))
     stride = (_one(rng, 2, 4),) if what == "down" else ()
     kernel = 1 if what == "1x1" else _one(rng, 3, 5, 7, 11)
     return _Layer((length,), width, width, (kernel,), stride, dilation=_one(rng, 1, 1, 1, 2, 4))
@@ -193,6 +193,14 @@ def _any_layer(rng: Rng) -> _Layer:
     return _Layer(image, channels, out_channels, kernel, stride, groups, _one(rng, 1, 1, 1, 1, 2), rng.random() < 0.8)
 
 
+def _odd(rng: Rng) -> _Layer:
+    """Channels, or groups of channels, that TMA cannot load; and groups, which some dtypes have no kernel for."""
+    image = _one(rng, (28, 28), (56, 56), (64, 64), (2000,), (8, 28, 28))
+    kernel, groups = (_one(rng, 1, 3, 3, 5),) * len(image), _one(rng, 1, 1, 3, 4, 8, 16)
+    widths = (20, 33, 37, 53, 61, 100) if groups == 1 else (4, 5, 7, 9, 10, 20)
+    return _Layer(image, groups * _one(rng, *widths), groups * _one(rng, *widths), kernel, groups=groups)
+
+
 _LAYERS: dict[str, Callable[[Rng], _Layer]] = {
     "resnet": _resnet,
     "convnext": _convnext,
@@ -202,8 +210,9 @@ _LAYERS: dict[str, Callable[[Rng], _Layer]] = {
     "audio": _audio,
     "patches": _patches,
     "log-uniform": _any_layer,
+    "odd": _odd,
 }
-_LAYER_SHARES = (0.2, 0.1, 0.12, 0.13, 0.08, 0.12, 0.05, 0.2)
+_LAYER_SHARES = (0.2, 0.1, 0.12, 0.13, 0.08, 0.12, 0.05, 0.15, 0.05)
 
 
 def _convolution(rng: Rng) -> tuple[str, ConvWgradProblem]:

@@ -47,7 +47,7 @@ class Stored:
 def local_environments() -> set[str]:
     """The folders of a cache in which this machine, with this version, looks for entries."""
     targets = [target_for(platform) for platform in ("cpu", "cuda")]
-    return {e.folder() for op in OPERATIONS for target in targets for e in keys.environments(op, target)}
+    return {folder for op in OPERATIONS for target in targets for folder in keys.folders(op, target)}
 
 
 def _read(path: pathlib.Path, parse: Callable[[bytes], Iterable[Entry]]) -> list[Stored]:

@@ -4,6 +4,7 @@
 `import jax_splitk` needs none of them.
 """
 
+from jax_splitk.kernels.base.adapted import Adapted, Merged, Padded
 from jax_splitk.kernels.base.family import Family
 from jax_splitk.kernels.contraction import few_rows, halo, patch
 from jax_splitk.kernels.contraction import im2col as conv_im2col
@@ -27,14 +28,38 @@ from jax_splitk.kernels.quantized import experts, fp8, stream, tiled, transposed
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.tf32 import wgrad as tf32
 
+# Families that use others' kernels, with operations of XLA's around them.
+ADAPTED: dict[str, tuple[Adapted, ...]] = {
+    "conv_fprop": (
+        Padded(conv_grouped.FPROP, "fprop_grouped_padded", where_refused=True),
+        Padded(conv_im2col.FPROP, "fprop_im2col_padded"),
+    ),
+    "conv_dgrad": (
+        Padded(conv_grouped.DGRAD, "dgrad_grouped_padded", where_refused=True),
+        Padded(conv_im2col.DGRAD, "dgrad_im2col_padded"),
+    ),
+    "conv_wgrad": (
+        Padded(grouped.FAMILY, "wgrad_grouped_padded", where_refused=True),
+        Padded(im2col.FAMILY, "wgrad_im2col_padded"),
+        Merged(tf32.FAMILY, "wgrad_tf32_merged"),
+        Merged(gather.FAMILY, "wgrad_gather_merged", grouped.FAMILY, im2col.FAMILY),
+    ),
+}
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "conv_fprop": (
-        *(m.FPROP for m in (conv_depthwise, toeplitz, conv_grouped, patch, conv_gather, conv_im2col, conv_host)),
+        *(m.FPROP for m in (conv_depthwise, toeplitz, conv_grouped, patch, conv_gather, conv_im2col)),
+        *ADAPTED["conv_fprop"],
+        conv_host.FPROP,
     ),
-    "conv_dgrad": tuple(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, conv_gather, conv_im2col, conv_host)),
+    "conv_dgrad": (
+        *(m.DGRAD for m in (conv_depthwise, toeplitz, conv_grouped, conv_gather, conv_im2col)),
+        *ADAPTED["conv_dgrad"],
+        conv_host.DGRAD,
+    ),
     "conv_wgrad": (
         *(m.FAMILY for m in (depthwise, grouped, tf32, halo, gather, im2col, depthwise_any)),
         patch.WGRAD,
+        *ADAPTED["conv_wgrad"],
         wgrad_host.FAMILY,
     ),
     "dot_general": (tma.FAMILY, few_rows.FAMILY, as_wgrad.HOST),

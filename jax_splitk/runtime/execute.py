@@ -43,14 +43,16 @@ def call(custom_call: CustomCall, problem: Result, *operands: jax.Array) -> jax.
 
     Its workspace is a second result: XLA allocates it, shares it between calls, and reports it.
     """
-    given = [_as_taken(custom_call, jnp.asarray(operand)) for operand in operands]
+    around, given = custom_call.around, [jnp.asarray(operand) for operand in operands]
+    given = given if around is None else around.before(given)
     results = _results(custom_call, problem, jax.typeof(given[0]))
-    return _custom_call_p.bind(*given, call=_Call(custom_call, results))[0].astype(problem.out_dtype)
+    result = _custom_call_p.bind(*given, call=_Call(custom_call, results))[0]
+    return result if around is None else around.after(result)
 
 
 def lower(ctx: Any, custom_call: CustomCall, problem: Result, operands: Sequence[Any]) -> list[Any]:
     """Lowers `call` without tracing it first, which would take as long as the rest of the lowering."""
-    if custom_call.in_float32:
+    if custom_call.around is not None:
         return list(mlir.lower_fun(functools.partial(call, custom_call, problem), False)(ctx, *operands))
     results = _results(custom_call, problem, ctx.avals_in[0])
     return _lowered(ctx.replace(avals_out=results), *operands, call=_Call(custom_call, results))[:1]
@@ -67,11 +69,8 @@ _custom_call_p.def_impl(lambda *operands, call: jax.jit(functools.partial(_custo
 mlir.register_lowering(_custom_call_p, _lowered)
 
 
-def _as_taken(custom_call: CustomCall, operand: jax.Array) -> jax.Array:
-    floating = jnp.issubdtype(operand.dtype, jnp.floating)
-    return operand.astype(np.float32) if custom_call.in_float32 and floating else operand
-
-
 def _results(custom_call: CustomCall, problem: Result, like: Any) -> list[Any]:
-    out = _compat.like(like, problem.out_shape, np.float32 if custom_call.in_float32 else problem.out_dtype)
+    around = custom_call.around
+    shape, dtype = (problem.out_shape, problem.out_dtype) if around is None else around.returned
+    out = _compat.like(like, shape, dtype)
     return [out, _compat.like(out, (custom_call.workspace_bytes,), np.uint8)]

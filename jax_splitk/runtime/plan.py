@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jax_splitk.runtime import compiler
+from jax_splitk.runtime.around import Around
 from jax_splitk.runtime.source import Source
 
 # Names of the custom calls; a name ends in the version of its attributes.
@@ -47,14 +48,14 @@ class CustomCall:
     It is also the plan of a host family: a C++ handler that runs on XLA's own threads has nothing to compile.
 
     Attributes:
-      in_float32: the target takes and returns float32, XLA converts from and to the problem's dtypes.
+      around: XLA's operations on the operands and on the result; None for none.
       name: what HLO and profiles call it.
     """
 
     target: str
     attributes: Mapping[str, Any]
     workspace_bytes: int
-    in_float32: bool = False
+    around: Around | None = None
     name: str = "custom_call"
 
     def custom_call(self) -> "CustomCall":
@@ -166,13 +167,15 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class DevicePlan:
-    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace."""
+    """Launches of kernels from one NVRTC-compiled source. The last buffer is the workspace. `around`: XLA's operations
+    on the operands and on the result."""
 
     source: Source
     buffers: tuple[Buffer, ...]
     maps: tuple[TiledMap | Im2colMap, ...]
     launches: tuple[Launch, ...]
     label: str
+    around: Around | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -209,7 +212,7 @@ class DevicePlan:
             "kernels": ",".join(self.kernels()),
             "config": self.label,
         }
-        return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes)
+        return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes, self.around)
 
 
 def tensor_map_strides(dims: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_splitk import kernels
@@ -90,12 +90,15 @@ def _key(problem: Problem, target: Target, families: tuple[Family, ...]) -> Key:
     return Key(problem, _environment(families, target))
 
 
-def environments(op: str, target: Target) -> Iterator[Environment]:
-    """Every environment that problems of an operation can have on `target`."""
-    families = kernels.families(op, target.platform)
-    for count in range(len(families) + 1):
-        for some in itertools.combinations(families, count):
-            yield _environment(some, target)
+def folders(op: str, target: Target) -> frozenset[str]:
+    """The folders of every environment that problems of an operation can have on `target`."""
+    return _folders(kernels.families(op, target.platform), target)
+
+
+@functools.lru_cache(maxsize=64)  # of 12 families it takes 0.2 s
+def _folders(families: tuple[Family, ...], target: Target) -> frozenset[str]:
+    some = (itertools.combinations(families, count) for count in range(len(families) + 1))
+    return frozenset(_environment(each, target).folder() for each in itertools.chain.from_iterable(some))
 
 
 def _environment(families: Sequence[Family], target: Target) -> Environment:

@@ -163,7 +163,7 @@ def test_what_ships_is_what_the_fit_writes() -> None:
     for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
         assert fit.text_of(cost_model.rates("cuda", kind)) == cost_model.path_for(kind).read_text()
     found = records.read(sorted(records.DATA.glob("*.jsonl")))
-    timed = {row.candidate.name for row in regret.merged(found)}
+    timed = {row.candidate.name for row in fit.fitted(found)}
     assert timed == set(cost_model.residual(cost_model.FOLDER).families)
     classes = xla.learned(cost_model.FOLDER).classes
     assert {r.problem.op for r in found if r.xla_us} == {name.partition(":")[0] for name in classes}

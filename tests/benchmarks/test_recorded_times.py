@@ -95,6 +95,11 @@ KNOWN: dict[Option, str] = {
     Option("quantized_transposed"): "no gradient of activations was timed so far",
     Option("dot_few_rows"): "no product of few rows was timed so far with it",
     Option("quantized_experts"): "no grouped product with packed weights was timed so far",
+    **{
+        Option(family.name): "no convolution with XLA's copies around a kernel was timed so far"
+        for families in catalogue.ADAPTED.values()
+        for family in families
+    },
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Sequence
 
 import numpy as np
+from jax import numpy as jnp
 
 from jax_splitk.runtime import source as device_source
 from jax_splitk.runtime.plan import DevicePlan, Im2colMap, Int32Struct, MapParam, Pointer, TiledMap
@@ -72,7 +73,7 @@ def run(
     seed: int = 0,
     accesses: list[Access] | None = None,
 ) -> None:
-    """Runs all launches of a plan, one after the other.
+    """Runs all launches of a plan, one after the other, between XLA's operations around them.
 
     Args:
       plan: the plan.
@@ -85,6 +86,13 @@ def run(
       EmulationError: an endless wait, a wrong arrival or access, a write outside of an output, an `__ldg` outside of
         the buffers.
     """
+    if (around := plan.around) is not None:
+        shape, dtype = around.returned
+        result = np.empty(shape, jnp.dtype(dtype))
+        changed = [np.asarray(operand) for operand in around.before([jnp.asarray(array) for array in inputs])]
+        run(dataclasses.replace(plan, around=None), changed, [result], seed, accesses)
+        outputs[0][...] = np.asarray(around.after(jnp.asarray(result)))
+        return
     runtime, library = _compiled(plan)
     arrays = [*inputs, *outputs]
     assert len(arrays) + 1 == len(plan.buffers)

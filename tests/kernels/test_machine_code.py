@@ -20,9 +20,9 @@ import pytest
 from benchmarks import cases
 from jax_splitk import kernels
 from jax_splitk.kernels import catalogue
+from jax_splitk.kernels.base.adapted import Adapted
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
-from jax_splitk.kernels.cpu.dot import AsWgrad
 from jax_splitk.kernels.device.wgmma_tile import BARRIER_BYTES
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles, transposed
 from jax_splitk.problems.dot_general import DotProblem
@@ -45,7 +45,7 @@ SHARED_BYTES = 228 * 1024
 MOST_SOURCES = 280
 MOST_PROBLEMS = 24  # of a family, beside those of tests/every_kernel.py
 EVERY = [family for op in catalogue.FAMILIES for family in kernels.families(op, "cuda")]
-FAMILIES = [family for family in EVERY if not isinstance(family, AsWgrad)]  # others have no code of their own
+FAMILIES = [family for family in EVERY if not isinstance(family, Adapted)]  # others have no code of their own
 HELPER = re.compile(r"_(reduce|prepare|factors|transpose)(?![a-z])")  # in the names of kernels that multiply nothing
 
 
@@ -382,7 +382,7 @@ def pools() -> dict[str, dict[compiler.Source, Run]]:
     each."""
     every = (*gradients(), *passes(), *first_layers(), *matrix_products(), *quantized_products(), *grouped_products())
     every += (*expert_products(),)
-    samples = list(every_kernel.RUNS)
+    samples = [run for run in every_kernel.RUNS if run.family in FAMILIES]
     for family in FAMILIES:
         served = [p for p in every if family in catalogue.FAMILIES[p.op] and family.refusal(p) is None]
         for p in served[:: -(-len(served) // MOST_PROBLEMS)]:

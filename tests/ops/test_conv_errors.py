@@ -162,7 +162,7 @@ def test_an_implementation_that_cannot_serve_names_the_limit_and_the_way_out() -
     limited = {"implementation": "host", "workspace_limit_bytes": 0}
     for changes, reason in (
         ({"implementation": "cutlass"}, "wgrad_im2col, .*: runs on cuda, not cpu"),
-        ({"config": HOPPER_CONFIG}, "wgrad_im2col: runs on cuda, not cpu"),
+        ({"config": HOPPER_CONFIG}, "wgrad_im2col, wgrad_im2col_padded: runs on cuda, not cpu"),
         (limited, "wgrad_host: no config fits in workspace_limit_bytes=0"),
     ):
         with pytest.raises(NotImplementedError, match=rf"conv_wgrad float32->float32 lhs .*{reason}.*{ways}"):

@@ -129,7 +129,7 @@ def test_lowering_for_cuda_needs_no_gpu() -> None:
 
 
 def test_what_hopper_cannot_do_is_xlas_for_cuda() -> None:
-    conv = dataclasses.replace(HOPPER, channels=(6, 24), groups=2)  # 3 input channels a group
+    conv = dataclasses.replace(HOPPER, channels=(261, 174), groups=87)  # 3 input channels a group, 261 in all
     lhs, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (conv.lhs_shape, conv.g_shape))
     text = jax.jit(conv.wgrad).trace(lhs, g).lower(lowering_platforms=("cuda",)).as_text()
     assert LAUNCH_TARGET not in text

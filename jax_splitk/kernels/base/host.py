@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from jax import numpy as jnp
 
 from jax_splitk.kernels.base.cost_model import HostRates, rates
 from jax_splitk.kernels.base.family import Family
+from jax_splitk.runtime.around import Around, Cast
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target
 
@@ -134,7 +136,14 @@ class HostFamily(Family[_Problem, _Config]):
     def plan(self, problem: _Problem, config: _Config) -> CustomCall:
         fields = {name: np.int64(value) for name, value in vars(config).items()}
         workspace = self.workspace_bytes(problem, config)
-        return CustomCall(self.handler, {**self.attributes(problem), **fields}, workspace, in_float32=True)
+        return CustomCall(self.handler, {**self.attributes(problem), **fields}, workspace, _in_float32(problem))
+
+
+def _in_float32(problem: Any) -> Around:
+    """Handlers take and return float32: XLA converts from and to the problem's dtypes."""
+    to = Cast("float32")
+    casts = tuple(to if jnp.issubdtype(jnp.dtype(dtype), jnp.floating) else None for _, dtype in problem.operand_types)
+    return Around(casts, Cast(problem.out_dtype), (problem.out_shape, to.dtype))
 
 
 def too_large(problem: Any, *sizes: str) -> str | None:

@@ -21,7 +21,16 @@ from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Field, Struct
-from jax_splitk.kernels.gather.layout import SHARED_BYTES, GatherTile, Layout, Volume, fits_twice, layout_of, volume
+from jax_splitk.kernels.gather.layout import (
+    SHARED_BYTES,
+    GatherTile,
+    Layout,
+    Volume,
+    fits_twice,
+    layout_of,
+    volume,
+    waits,
+)
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
@@ -267,6 +276,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             l2_bytes=turns * x.stage_bytes(v, config.images),
             instructions=turns * (copies + row_blocks * 4 * (load_instructions + steps + config.tile_n)),
             turns=turns * row_blocks * (steps + 4 + config.tile_n / 16) / (config.consumers * together),
+            waits=0.0 if x.is_copied else turns * waits(x.stage_bytes(v, config.images) / v.item),
             memory_bytes=problem.bytes_moved,
         )
 

@@ -134,6 +134,11 @@ class Layout:
     segments: int
     parity: int
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether asynchronous copies load X: none is shorter than 4 bytes."""
+        return self.granule >= 4
+
     def stage_bytes(self, v: Volume, images: int) -> int:
         return -(-images * v.kernel[0] * self.rows * self.row_pitch * v.item // 1024) * 1024
 
@@ -177,6 +182,11 @@ def _turns(places: tuple[int, ...], first: int, item: int, width: int, in_rows: 
         words = {byte // 4 for address in addresses for byte in range(address, address + width, 4)}
         turns += max(collections.Counter(word % BANKS for word in words).values())
     return turns
+
+
+def waits(elements: float) -> float:
+    """Loads in sequence of a producer's thread, for elements that no asynchronous copy loads."""
+    return elements / 128 / 4
 
 
 def _granule_items(v: Volume, *counts: int) -> int:

@@ -31,6 +31,7 @@ from jax_splitk.kernels.gather.layout import (
     slices,
     turns_of,
     volume,
+    waits,
 )
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import plan
@@ -179,7 +180,7 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
     sums = config.tile_n / 2 / chain(v, config) if v.parts == 3 else 0  # rounding additions
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
-    waiting = x_items if x.granule < 4 else 0.0  # no asynchronous copy is shorter
+    waiting = 0.0 if x.is_copied else x_items
     if dy_stores and (few := math.gcd(v.out_channels, 4)) < 4:
         waiting += config.pixels * config.tile_n / few / 2
     turns = turns_of(v, config.tile, config.slice)
@@ -188,7 +189,7 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
         "shared_bytes": steps * blocks * (512 * loads * turns + b_bytes) + dy_bytes + x_items * v.item,
         "instructions": steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores,
         "turns": 1 + steps * config.blocks * v.parts / blocks_per_sm(v, config),
-        "waits": waiting / 128 / 4,  # of a producer's thread
+        "waits": waits(waiting),
         "l2_bytes": (x_items + config.pixels * config.tile_n) * v.item,
     }
 

@@ -9,6 +9,7 @@ import pytest
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.base.adapted import Adapted
 from jax_splitk.kernels.contraction import halo, patch
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.contraction import wgrad as im2col
@@ -22,7 +23,8 @@ from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests.kernels.wgrad.edges import TILED
 from tests.problems import conv, of_families
 
-FAMILIES = kernels.families("conv_wgrad", "cuda")
+# test_adapted.py has the refusals of those that use another family's kernels.
+FAMILIES = [family for family in kernels.families("conv_wgrad", "cuda") if not isinstance(family, Adapted)]
 MOST = 2**31 - 1
 FAR = depthwise.MAX_EXTENT
 Fields = dict[str, Any]
