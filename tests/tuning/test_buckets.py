@@ -79,27 +79,36 @@ def test_a_dilated_filter_has_a_representative_of_the_same_sizes(
     assert found == ([] if expected is None else [conv(1, expected, taps)])
 
 
+def dilated(holds: bool) -> tuple[Key, Key]:
+    """(a key without dilation, one with dilation), of which the first one's decision holds for the other, or not."""
+    for taps, dilation in itertools.product((3, 5, 7, 11), (3, 5, 2, 9)):
+        reach = (taps - 1) // 2
+        own, other = (key_for(conv(d, (reach * d, reach * d), taps), DEFAULT_CUDA) for d in (1, dilation))
+        if (buckets.to_tune(other, LIMIT) == [own, other]) == holds:
+            return own, other
+    raise AssertionError("the model says the same of all")
+
+
 def test_a_decision_serves_dilated_filters_where_the_model_says_so(cache: pathlib.Path) -> None:
-    """Otherwise the problem has a decision of its own: here its config would be a third slower with more dilation."""
-    own = key_for(conv(1, (3, 3)), DEFAULT_CUDA)
+    """Otherwise the problem has a decision of its own."""
+    (own, near), (other, far) = dilated(True), dilated(False)
+    assert buckets.to_tune(far, LIMIT) == [far]
     entry = decided(own)
     put(cache, own, entry.dumps())
-    near, far = (key_for(conv(d, (3 * d, 3 * d)), DEFAULT_CUDA) for d in (3, 5))
-    assert buckets.to_tune(near, LIMIT) == [own, near]
-    assert buckets.to_tune(far, LIMIT) == [far]
     found = decided_here(near)
     assert found is not None
     assert (found.entry.key, found.entry.choice) == (near, entry.choice)
-    assert found.where.startswith("user cache, decision of ((3, 3),) padding, (1,) rhs_dilation")
-    assert buckets.derived(far, Found(entry, "user cache"), LIMIT) is None
+    padding = own.problem.padding  # pyright: ignore[reportAttributeAccessIssue] - a convolution's
+    assert found.where.startswith(f"user cache, decision of {padding} padding, (1,) rhs_dilation")
+    assert buckets.derived(far, Found(decided(other), "user cache"), LIMIT) is None
 
 
 def test_xlas_time_without_dilation_decides_nothing_for_a_dilated_filter() -> None:
     """cuDNN is much slower with some dilations."""
-    own, dilated = (key_for(conv(d, (3 * d, 3 * d)), DEFAULT_CUDA) for d in (1, 3))
+    own, other = dilated(True)
     held = decided(own, XLA, us=50.0, xla_us=5.0)
-    assert buckets.choice_for(dilated, held, LIMIT) is None
-    assert buckets.choice_for(dilated, decided(own), LIMIT) is not None
+    assert buckets.choice_for(other, held, LIMIT) is None
+    assert buckets.choice_for(other, decided(own), LIMIT) is not None
 
 
 def test_they_follow_the_tiles_of_the_kernels() -> None:

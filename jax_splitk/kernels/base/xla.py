@@ -36,9 +36,6 @@ _MARGIN = 1.9  # factor by which sizes may exceed those of the fit
 _LEAST_UNCERTAINTY = 0.05
 # XLA computes grouped products at about the rate of dense products, but multiplies every row with every group's matrix.
 _GROUPED_FACTOR, _GROUPED_UNCERTAINTY = 1.1, 0.3
-# XLA pads or divides groups whose channels are no power of two. The fit has not seen them: nine passes with groups of
-# 40, 48 and 112 channels took 2.6 to 7.8 times the estimate for other groups (one H100).
-_ODD_GROUPS_FACTOR, _ODD_GROUPS_UNCERTAINTY = 2.5, 0.5
 FILE = "xla.npz"
 SIZES = 6  # of a problem, at most
 
@@ -141,13 +138,11 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
     ):
         return None
     factor = float(of.trees.factors(rows([(problem, found)], of.kinds))[0])
-    if isinstance(problem, ConvProblem) and _has_odd_groups(problem):
-        factor, spread = factor * _ODD_GROUPS_FACTOR, max(spread, _ODD_GROUPS_UNCERTAINTY)
     return Estimate(floor * factor, max(_LEAST_UNCERTAINTY, spread))
 
 
 def _has_odd_groups(p: ConvProblem) -> bool:
-    """Whether there are groups of several channels whose number is no power of two."""
+    """Whether there are groups of several channels whose number is no power of two. XLA pads or divides them."""
     several = p.feature_group_count > 1 and min(p.group_channels) > 1
     return several and any(channels & (channels - 1) for channels in p.group_channels)
 
@@ -191,6 +186,7 @@ def _of_conv(p: ConvProblem, share: _Share) -> Features:
     more = ["dilated"] if {*p.lhs_dilation, *p.rhs_dilation} != {1} else []
     more += ["batch groups"] if p.batch_group_count > 1 else []
     more += ["widened"] if p.out_dtype != p.dtype else []  # XLA converts the operands
+    more += ["odd groups"] if _has_odd_groups(p) else []
     plain = set(p.window_strides) == {1} and not more
     more += ["winograd"] if plain and (kind, arithmetic, p.kernel_spatial) == ("dense", "exact", (3, 3)) else []
     kinds = (kind, arithmetic, f"{p.rank}d")

@@ -82,7 +82,6 @@ _MIN_GROUP = 24  # channels: of fewer the tensor cores' tiles, and TMA's rows, a
 _LEAST_ROW = 16  # channels of groups that are not padded
 _WEIGHT_SIDE, _WEIGHT_THREADS = 32, 256  # see contraction/weight.cuh
 _FEW_CHANNELS, _FEW_COLUMNS = 64, 16  # see `_unmeasured`
-_USUAL_TAPS = 25  # for which XLA's time is known
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
@@ -296,15 +295,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
-        """XLA's matrix products are as fast if tiles fill the machine without splits. Padded groups with long filters,
-        and most weights that are transposed, were not measured."""
+        """XLA's matrix products are as fast if tiles fill the machine without splits. Most weights that are transposed
+        were not measured."""
         p = problem
         if (reason := _unmeasured(p)) is not None:
             return reason
-        if is_padded(p) and p.taps > _USUAL_TAPS:
-            each = joined(p).group_channels[0]
-            padded = f"groups of {each} channels, padded to multiples of {block_k(p)}"
-            return f"{padded}, with {p.taps} taps were not measured"
         if is_matrix_product(joined(p)) and pixels(p) > _FEW_PIXELS:
             return (
                 f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"

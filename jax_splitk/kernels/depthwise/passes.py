@@ -141,13 +141,6 @@ class DepthwiseConv(ModelledFamily[ConvProblem, Config]):
             return f"{reason}, or a problem that the family toeplitz refuses"
         return blocked.refusal(problem, _word_channels(problem))
 
-    def why_xla_untuned(self, problem: ConvProblem) -> str | None:
-        """No times of several output channels for an input channel are known, which other families may serve, too."""
-        p = problem
-        if p.in_channels == p.out_channels or p.dtype == "float32" or p.out_channels % 8:
-            return None
-        return f"{p.out_channels} output channels of {p.in_channels} input channels in {p.dtype} were not measured"
-
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         if _slides(problem):
             return _config_refusal(problem, config)

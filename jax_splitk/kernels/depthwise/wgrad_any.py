@@ -203,12 +203,6 @@ class DepthwiseAny(SplitFamily[ConvWgradProblem, Config]):
             return f"{said}; accepted: sizes up to {_MAX_SIZE}, {_MAX_ITEMS} output pixels"
         return refusals.weights(p)
 
-    def why_xla_untuned(self, problem: ConvWgradProblem) -> str | None:
-        """No times of blocks of taps are known, where another family serves."""
-        if _tap_blocks(*_blocked(problem)) == 1 or depthwise.FAMILY.problem_refusal(problem) is not None:
-            return None
-        return f"a filter of {problem.kernel_spatial} in blocks of taps was not measured"
-
     def config_refusal(self, problem: ConvWgradProblem, config: Config) -> str | None:
         if (reason := field_refusal(config, **_FIELDS)) is not None:
             return reason

@@ -11,9 +11,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from jax_splitk.kernels.base import cost_model, refusals
+from jax_splitk.kernels.base import refusals
 from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_refusal, varied
 from jax_splitk.kernels.base.geometry import axis_macros
 from jax_splitk.kernels.base.passes import forward, of_both_passes
@@ -220,10 +219,6 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         if problem.dtype != "float32" or channels <= MAX_CHANNELS[4]:
             return None
         return f"{channels} channels of float32, more than {MAX_CHANNELS[4]}, were not measured"
-
-    def uncertainty(self, problem: Any, target: Target) -> float:
-        """The uncertainty of the forward passes: there are no times of input gradients yet."""
-        return cost_model.uncertainty(FPROP.name, target)
 
     # ---- search ----------------------------------------------------------------------------------------------------
 

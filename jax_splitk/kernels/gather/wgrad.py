@@ -40,8 +40,6 @@ from jax_splitk.runtime.target import Target
 TILE_N = (8, 16, 32, 64, 96, 128, 192, 256)  # columns of one WGMMA
 STEP = 16  # pixels of one WGMMA
 MAX_STAGES = 4
-FEW_CHANNELS = 32  # of X, half of what wgrad_im2col loads at a time
-_FEW_OUTPUTS = 8  # channels, of which the other families take multiples: 320 to 4 take XLA 284 us, and 24 here
 MAX_PIXELS = 256
 # Additions in a row for a float32 result: WGMMA's, or where they go in short chains onto sums
 # (three parts) those, which round: 256 give a relative error of about 3e-7.
@@ -235,18 +233,6 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
         if (needed := shared_bytes(v, config)) > SHARED_BYTES:
             return f"stages {config.stages} take {needed} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return split_k.splits_refusal(config.splits, self.reduction_blocks(problem, config), "tiles of pixels")
-
-    def why_xla_untuned(self, problem: ConvWgradProblem) -> str | None:
-        """XLA is preferred, except for: few channels on either side; true float32; float32 without strides; 16-bit
-        problems for which XLA has no kernel of its own (results wider than operands; one or three dimensions;
-        dilation). For the last, the family was measured to be faster on all but two of 92 problems."""
-        float32 = problem.dtype == "float32"
-        unusual = problem.out_dtype != problem.dtype or problem.rank != 2 or set(problem.rhs_dilation) != {1}
-        dense = float32 and problem.taps > 1 and set(problem.window_strides) == {1}
-        few = problem.in_channels <= FEW_CHANNELS or (problem.out_channels < _FEW_OUTPUTS and not float32)
-        if few or dense or (unusual and not float32) or (float32 and "highest" in problem.precision):
-            return None
-        return f"{problem.in_channels} input channels; not known to be faster than XLA above {FEW_CHANNELS}"
 
     def tile_counts(self, problem: ConvWgradProblem, config: Config) -> tuple[int, int, int]:
         """Slices of channels, tiles along M of one slice, tiles along N."""

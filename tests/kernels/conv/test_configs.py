@@ -41,19 +41,6 @@ def test_steps_of_tall_lines_are_within_an_image() -> None:
     assert refusal.startswith("step 4 of tall lines; accepted: up to an image's 2 rows")
 
 
-def test_several_output_channels_are_no_untuned_choice_where_others_may_serve() -> None:
-    for channels, dtype, measured in (
-        ((16, 32), "bfloat16", False),
-        ((1, 656), "float16", False),
-        ((16, 32), "float32", True),
-        ((3, 9), "bfloat16", True),
-        ((16, 16), "bfloat16", True),
-    ):
-        p = conv_of(ConvFpropProblem, (9, 10), (3, 3), channels, groups=channels[0], dtype=dtype)
-        assert depthwise.FPROP.refusal(p) is None
-        assert (depthwise.FPROP.why_xla_untuned(p) is None) == measured
-
-
 def test_what_only_some_passes_of_patches_refuse() -> None:
     families = {ConvFpropProblem: patch.FPROP, ConvWgradProblem: patch.WGRAD}
 

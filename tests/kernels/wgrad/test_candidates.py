@@ -19,6 +19,8 @@ from jax_splitk.kernels.grouped import wgrad as grouped
 from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
+from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.select import select
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
 from tests.problems import conv
 
@@ -189,23 +191,15 @@ def test_grouped_and_depthwise_problems_are_their_families_before_any_other() ->
             assert family.why_xla_untuned(case.problem()) is None
 
 
-def test_gathering_is_preferred_where_tma_cannot_or_wastes_most_of_a_box() -> None:
-    def reason(size: int, kernel: int, channels: tuple[int, int], **fields: object) -> str | None:
-        return gather.FAMILY.why_xla_untuned(
-            conv((size, size), (kernel, kernel), channels, padding=None, **fields)  # type: ignore[arg-type]
-        )
-
-    assert gather.FAMILY.why_xla_untuned(STEM) is None
-    assert reason(56, 3, (64, 64), batch=8, dtype="float32") is None
-    assert reason(112, 7, (8, 64), batch=64) is None
-    same = {"out_dtype": "bfloat16"}
-    assert reason(64, 3, (320, 4), batch=16, **same) is None
-    assert "320 input channels" in str(reason(64, 3, (320, 8), batch=16, **same))
-    assert "64 input channels" in str(reason(12, 3, (64, 64), **same))
-    # XLA converts the operands, or has no kernel of its own.
-    assert reason(12, 3, (64, 64), out_dtype="float32") is None
-    assert reason(64, 3, (320, 8), batch=16, rhs_dilation=(2, 2), **same) is None
-    assert "not known to be faster" in str(reason(56, 3, (64, 64), batch=8, dtype="float32", stride=2))
+@pytest.mark.parametrize("p", [
+    STEM,
+    conv((112, 112), (7, 7), (8, 64), padding=None, batch=64),
+    conv((64, 64), (3, 3), (320, 4), padding=None, batch=16, out_dtype="bfloat16"),
+    conv((64, 64), (3, 3), (37, 53), padding=None, batch=16, out_dtype="bfloat16"),
+], ids=str)  # fmt: skip
+def test_gathering_is_chosen_where_tma_cannot_or_wastes_most_of_a_box(p: ConvWgradProblem) -> None:
+    choice = select(p, DEFAULT_CUDA, Options())
+    assert choice.candidate.name == "wgrad_gather", choice.why
 
 
 def test_smaller_tiles_with_more_stages_are_tried() -> None:

@@ -99,14 +99,3 @@ def test_candidates_fill_the_machine_where_they_can() -> None:
     for config in FAMILY.candidates(large, DEFAULT_CUDA)[:20]:
         slots = DEFAULT_CUDA.cores * FAMILY.blocks_per_sm(large, config)
         assert FAMILY.thread_blocks(large, config) * config.splits > 0.6 * slots, config
-
-
-def test_blocks_of_taps_are_no_untuned_choice_where_another_kernel_serves() -> None:
-    for p, measured in (
-        (problem((100,), (31,), 8, **HALF), False),
-        (problem((100,), (7,), 8, **HALF), True),
-        (problem((100,), (31,), 6, **HALF), True),
-        (problem((100,), (31,), 8), True),
-    ):
-        assert FAMILY.refusal(p) is None
-        assert (FAMILY.why_xla_untuned(p) is None) == measured
