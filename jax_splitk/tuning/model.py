@@ -1,6 +1,7 @@
 """The choices of the cost model."""
 
 import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,11 +31,16 @@ def best(
     return seconds, candidate, total
 
 
-@functools.lru_cache(maxsize=4096)
 def _best_of(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[float, Any, int]:
     """(predicted seconds, config, number of configs that fit in the workspace)."""
-    fitting = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
-    seconds_of = family.estimates(problem, fitting, target)
-    timed = [(seconds, i, config) for i, (seconds, config) in enumerate(zip(seconds_of, fitting, strict=True))]
-    seconds, _, config = min(timed, default=(0.0, 0, None))
+    fitting = estimated(family, problem, target, workspace_limit)
+    seconds, config = min(fitting, key=operator.itemgetter(0), default=(0.0, None))
     return seconds, config, len(fitting)
+
+
+# The choice without measurements and the search ask for the same.
+@functools.lru_cache(maxsize=4096)
+def estimated(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[tuple[float, Any], ...]:
+    """(predicted seconds, config) of each of a family's candidates that fits in the workspace."""
+    fitting = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
+    return tuple(zip(family.estimates(problem, fitting, target), fitting, strict=True))

@@ -26,7 +26,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import certainty, device, searches
+from jax_splitk.tuning import certainty, device, model, searches
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
@@ -78,9 +78,10 @@ def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[
 def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tuple[tuple[float, Candidate], ...]:
     found: list[tuple[float, Candidate]] = []
     for family in families:
-        allowed = _allowed(key, workspace_limit, family)
-        seconds = family.estimates(key.problem, [candidate.config for candidate in allowed], key.target)
-        found += zip(seconds, allowed, strict=True)
+        allowed = set(_allowed(key, workspace_limit, family))
+        every = model.estimated(family, key.problem, key.target, workspace_limit) if allowed else ()
+        candidates = ((seconds, Candidate(family, config)) for seconds, config in every)
+        found += [(seconds, candidate) for seconds, candidate in candidates if candidate in allowed]
     return tuple(sorted(found, key=lambda of: of[0]))  # equal estimates stay in the order of the families
 
 
