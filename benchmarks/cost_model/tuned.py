@@ -35,8 +35,8 @@ def of_report(report: dict[str, Any]) -> list[Record]:
     target, found = dataclasses.replace(DEFAULT_CUDA, device_kind=report["environment"]["device_kind"]), []
     for result in report["results"]:
         fields = {name: _tuples(value) for name, value in result["case"].items()}
-        timed = (Timed(XLA, result["xla"]["us"]),)
-        found.append(Record(Case(**fields).problem(), target, timed, kind=report["benchmark"]))
+        problem: Any = Case(**fields).problem()
+        found.append(Record(problem, target, (Timed(XLA, result["xla"]["us"]),), kind=report["benchmark"]))
     return found
 
 

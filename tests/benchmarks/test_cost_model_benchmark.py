@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from benchmarks import ceilings
-from benchmarks.cost_model import evaluate, fit, learn, problems, records, regret, sweep
+from benchmarks.cost_model import evaluate, fit, learn, problems, records, regret, sweep, tuned
 from benchmarks.cost_model.evaluate import Outcome
 from benchmarks.cost_model.records import Record, Timed
+from benchmarks.pages import RESULTS
 from jax_splitk import kernels
 from jax_splitk.kernels.base import cost_model, xla
 from jax_splitk.kernels.base.family import ModelledFamily
@@ -156,6 +157,15 @@ def test_regret_is_what_first_choices_lose() -> None:
     assert regret.regret(rows, np.array([of[row.candidate] for row in rows])).mean == pytest.approx(0.1)
     assert a.family is not None
     assert regret.estimated(rows)[0] == a.family.estimate(d.problem, a.config, DEFAULT_CUDA)
+
+
+@pytest.mark.parametrize("name", ["kinds_h100_groups.json", "kinds_h100_depthwise.json"])
+def test_xlas_times_in_a_report_are_records(name: str, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "found.jsonl"
+    assert tuned.main([str(RESULTS / name), str(out)]) == 0
+    found, kept = records.read([out]), records.read([records.DATA / "kinds_h100.jsonl"])
+    assert len(found) >= 20 and all(record in kept for record in found)
+    assert {record.target.device_kind for record in found} == {"NVIDIA H100 80GB HBM3"}
 
 
 def test_what_ships_is_what_the_fit_writes() -> None:
