@@ -133,7 +133,7 @@ MIXTURE = {
 
 
 def problems(rng: np.random.Generator, mixtures: int) -> list[ConvWgradProblem]:
-    """25 times `mixtures` problems, the kinds in turns."""
+    """Random problems of all kinds: `mixtures` times as many of each kind as `MIXTURE` says."""
     earlier: dict[str, list[ConvWgradProblem]] = {name: [] for name in KINDS}
     found = []
     for _ in range(mixtures):

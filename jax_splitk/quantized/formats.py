@@ -77,7 +77,8 @@ def to_float32(scale: jax.Array) -> jax.Array:
 
 
 def as_bytes(x: Any) -> Any:
-    """Scales of E8M0 as their bytes, other arrays unchanged: what pads arrays with 0, which E8M0 lacks."""
+    """The bytes of an array of E8M0; any other array unchanged. Bytes can be padded with 0, a value that E8M0 does not
+    have."""
     if x.dtype.name != E8M0:
         return x
     return x.view(np.uint8) if isinstance(x, np.ndarray) else lax.bitcast_convert_type(x, jnp.uint8)
