@@ -63,8 +63,8 @@ def test_a_table_of_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_config_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     check = measure.Bench._check
 
-    def fails(self: Any, execute: Any) -> str | None:
-        return "no luck" if self.running[0] not in (XLA, first) else check(self, execute)
+    def fails(self: Any, contestant: measure.Contestant) -> str | None:
+        return "no luck" if contestant.candidate not in (XLA, first) else check(self, contestant)
 
     first = sweep.ranked(
         sweep.key_for(DotProblem(1, 16, 24, 640, "bkm", "bkn", "bfloat16", "float32"), sweep.target_for("cpu"))
@@ -73,7 +73,7 @@ def test_a_config_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: py
     splits = next(s for s in (3, 6) if s != first.config.splits)
     found = run(capsys, "bench", "matmul", *SIZES, "--sweep-splits", splits, code=1)
     assert {(point["us"], point["error"]) for point in found["points"]} == {(None, "no luck")}
-    monkeypatch.setattr(measure.Bench, "_check", lambda self, execute: "no luck at all")
+    monkeypatch.setattr(measure.Bench, "_check", lambda self, contestant: "no luck at all")
     assert main(["bench", "matmul", *map(str, SIZES), "--sweep-splits", "2"]) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err.split("16x24x640 bkm,bkn: ")[1]) == ("", "xla failed: no luck at all\n")

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk import dequantize, prepack, quantize, quantized_matmul, unpack
+from jax_splitk.kernels.base import xla
 from jax_splitk.kernels.quantized import tiled, transposed
 from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
@@ -108,7 +109,8 @@ def test_the_name_in_hlo_is_the_gradients() -> None:
     assert f"x_gradient/jax_splitk.{OP}/quantized_transposed_int4" in text
 
 
-def test_a_weight_that_fills_few_tiles_is_left_to_xla_unless_asked() -> None:
+def test_a_gradient_for_which_xla_is_faster_is_left_to_it_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "estimate", lambda problem, target: xla.Estimate(1e-6, 0.05))
     x, w = normal(16, 256), weight()
     g = normal(16, 384)
     (decision,) = gradients(dx, x, w, g)
