@@ -22,6 +22,7 @@ from jax_splitk.cli.output import UsageError
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
+from jax_splitk.tuning.key import as_tuple
 
 
 def record(entry: Entry) -> Record:
@@ -34,14 +35,10 @@ def of_report(report: dict[str, Any]) -> list[Record]:
     """A report's records."""
     target, found = dataclasses.replace(DEFAULT_CUDA, device_kind=report["environment"]["device_kind"]), []
     for result in report["results"]:
-        fields = {name: _tuples(value) for name, value in result["case"].items()}
+        fields = {name: as_tuple(value) for name, value in result["case"].items()}
         problem: Any = Case(**fields).problem()
         found.append(Record(problem, target, (Timed(XLA, result["xla"]["us"]),), kind=report["benchmark"]))
     return found
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _records(source: str) -> list[Record]:

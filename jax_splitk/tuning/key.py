@@ -148,10 +148,11 @@ def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:
     missing = sorted(name for name, is_needed in known.items() if is_needed and name not in fields)
     if unknown or missing:
         raise ValueError(f"{op} problem: unknown fields {unknown}, missing fields {missing}")
-    problem = problem_type(**{name: _as_tuple(value) for name, value in fields.items()})
+    problem = problem_type(**{name: as_tuple(value) for name, value in fields.items()})
     problem.validate()
     return problem
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+def as_tuple(value: Any) -> Any:
+    """A value of plain data, whose lists become tuples, at any depth."""
+    return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value

@@ -33,14 +33,20 @@ def best(
 
 def _best_of(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[float, Any, int]:
     """(predicted seconds, config, number of configs that fit in the workspace)."""
-    fitting = estimated(family, problem, target, workspace_limit)
-    seconds, config = min(fitting, key=operator.itemgetter(0), default=(0.0, None))
-    return seconds, config, len(fitting)
+    found = estimated(family, problem, target, workspace_limit)
+    seconds, config = min(found, key=operator.itemgetter(0), default=(0.0, None))
+    return seconds, config, len(found)
 
 
 # The choice without measurements and the search ask for the same.
 @functools.lru_cache(maxsize=4096)
 def estimated(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[tuple[float, Any], ...]:
-    """(predicted seconds, config) of each of a family's candidates that fits in the workspace."""
-    fitting = [c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit]
-    return tuple(zip(family.estimates(problem, fitting, target), fitting, strict=True))
+    """(predicted seconds, config) of each of `fitting`."""
+    configs = fitting(family, problem, target, workspace_limit)
+    return tuple(zip(family.estimates(problem, configs, target), configs, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def fitting(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[Any, ...]:
+    """A family's candidates that fit in the workspace."""
+    return tuple(c for c in family.candidates(problem, target) if family.workspace_bytes(problem, c) <= workspace_limit)

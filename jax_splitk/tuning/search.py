@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 
-from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import compiler
@@ -33,6 +32,7 @@ from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_together, plans_of
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
+from jax_splitk.tuning.serving import serving
 
 _logger = logging.getLogger("jax_splitk")
 
@@ -71,42 +71,34 @@ def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Can
 
 def predicted(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[tuple[float, Candidate]]:
     """As `ranked`, each with the seconds that the cost model predicts."""
-    return list(_ranking(key, workspace_limit, _families(key)))
+    return list(_ranking(key, workspace_limit, serving(key.problem, key.target)))
 
 
 @functools.lru_cache(maxsize=512)  # compiling ahead and the search itself ask for the same
 def _ranking(key: Key, workspace_limit: int, families: tuple[Family, ...]) -> tuple[tuple[float, Candidate], ...]:
     found: list[tuple[float, Candidate]] = []
     for family in families:
-        allowed = set(_allowed(key, workspace_limit, family))
-        every = model.estimated(family, key.problem, key.target, workspace_limit) if allowed else ()
+        every = model.estimated(family, key.problem, key.target, workspace_limit)
         candidates = ((seconds, Candidate(family, config)) for seconds, config in every)
-        found += [(seconds, candidate) for seconds, candidate in candidates if candidate in allowed]
+        found += [(seconds, candidate) for seconds, candidate in candidates if _is_legal(candidate, key)]
     return tuple(sorted(found, key=lambda of: of[0]))  # equal estimates stay in the order of the families
 
 
 def is_served(key: Key, workspace_limit: int) -> bool:
     """Whether `ranked` has any candidate. A ranking itself takes a tenth of a second for some problems."""
     # The last families take most problems. Some of the others have thousands of configs to choose from.
-    return any(_allowed(key, workspace_limit, family) for family in reversed(_families(key)))
+    families = reversed(serving(key.problem, key.target))
+    fitting = ((family, model.fitting(family, key.problem, key.target, workspace_limit)) for family in families)
+    return any(_is_legal(Candidate(family, config), key) for family, configs in fitting for config in configs)
 
 
-def _families(key: Key) -> tuple[Family, ...]:
-    return kernels.families(key.problem.op, key.target.platform)
-
-
-@functools.lru_cache(maxsize=2048)
-def _allowed(key: Key, workspace_limit: int, family: Family) -> tuple[Candidate, ...]:
-    """A family's candidates that are legal and fit in the limit."""
-    if family.refusal(key.problem, None, key.target) is not None:
-        return ()
-    found = (Candidate(family, config) for config in family.candidates(key.problem, key.target))
-    return tuple(candidate for candidate in found if _is_allowed(candidate, key, workspace_limit))
+def _is_legal(candidate: Candidate, key: Key) -> bool:
+    return candidate.refusal(key.problem, key.target) is None
 
 
 def _is_allowed(candidate: Candidate, key: Key, workspace_limit: int) -> bool:
-    problem = key.problem
-    return candidate.refusal(problem, key.target) is None and candidate.workspace_bytes(problem) <= workspace_limit
+    """Whether a candidate is legal and fits in the limit."""
+    return _is_legal(candidate, key) and candidate.workspace_bytes(key.problem) <= workspace_limit
 
 
 class Search:
