@@ -176,7 +176,7 @@ def test_our_kernels_on_request(dtype: str) -> None:
 
 
 def test_a_request_that_no_kernel_serves_is_refused() -> None:
-    conv = dataclasses.replace(DENSE, channels=(6, 24), groups=2)
+    conv = dataclasses.replace(DENSE, channels=(6, 600), groups=2)
     lhs, g = abstract(conv.lhs_shape, conv.g_shape)
     with jax_splitk.options(implementation=KERNELS), pytest.raises(NotImplementedError, match="feature_group_count 2"):
         jax.jit(functools.partial(wgrad, conv)).lower(lhs, g)
