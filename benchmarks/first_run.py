@@ -27,7 +27,7 @@ from benchmarks.models.measure import train_step
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.source import Source
-from jax_splitk.tuning import device, profile, watch
+from jax_splitk.tuning import device, profile, shared_profile, watch
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.measure import Bench
 
@@ -126,6 +126,7 @@ def watched() -> Iterator[Work]:
     work = Work()
     parts = [(Bench, "__init__", "operands"), (Bench, "_compile", "executables"), (Bench, "_check", "checks")]
     parts += [(device, "_compile", "xla_chooses"), (profile, "recorded", "profiles")]
+    parts += [(shared_profile, "_run", "profiled_work")]
     with contextlib.ExitStack() as patches:
         compiling = work.compiling(compiler._machine_code)
         patches.enter_context(mock.patch.object(compiler, "_machine_code", compiling))
