@@ -19,8 +19,8 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning.shared_profile import SharedProfile
 
 FEW = 4  # fewest problems of a program, if there are as many
-MOST = 16  # most problems of a program
-SECONDS = 2.0  # longest that a program of more than `FEW` is expected to take: other searches wait for the device
+MOST = 64  # most problems of a program
+SECONDS = 8.0  # longest that a program of more than `FEW` is expected to take: other searches wait for the device
 
 
 class Device:

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
@@ -32,8 +33,8 @@ ROTATED_BYTES = {"cuda": 300 * 2**20, "cpu": 0}
 MAX_INPUT_SETS = 24
 # Sets in one executable: XLA prepares each convolution in it by itself, with cuDNN's plan, for up to 0.2 s.
 CALLED_TOGETHER = 4
-WARM_UP_CALLS = 3  # of an executable: the first ones load code
-# A call on a GPU that takes longer is not run on every set, nor in rounds: there would be some 200 calls.
+WARM_UP = 2  # executions before one that is timed: the first ones load code
+# A call on a GPU that takes longer is not run in rounds: there would be some 40 calls.
 SLOW_US = 5e4
 ROUND_SECONDS = 3e-3  # of a round by the wall clock
 DEVICE_ROUND_SECONDS = 1.5e-3  # of a round by the profiler
@@ -41,8 +42,7 @@ DEVICE_ROUNDS = 3
 PROFILES = (
     2  # attempts in the finals: a pause of the host can spoil a profile, and the clock says little of short kernels
 )
-MAX_TRACED_CALLS = 48  # in a round: the host takes longer to start short kernels than they run
-SCREENING_CALLS = 24  # in a single round
+MAX_TRACED_CALLS = 24  # in a round: the host takes longer to start short kernels than they run
 KIND_ROUNDS = 4
 LOCK_SECONDS = 0.2
 # Compiler options of what runs while another search may hold the device: no CUDA graphs. A thread that launches a graph
@@ -55,7 +55,7 @@ MOST_OF_XLAS = 10  # times the tolerance: a result of XLA's that is further off 
 
 @dataclasses.dataclass
 class Contestant:
-    """A candidate that compiled. `run()` starts it once on every set of inputs, and does not wait."""
+    """A candidate that compiled. `run()` starts an execution of it, on the next sets of inputs, and does not wait."""
 
     candidate: Candidate
     run: Callable[[], Any]
@@ -64,7 +64,7 @@ class Contestant:
     error: str | None = None  # why it failed while it was timed
     module: str = ""  # its name in profiles
     warm_us: float = 0.0  # microseconds of a call in the last warm-up; the host may have delayed it
-    of_kind: Callable[[int], Any] | None = None  # runs a call of one executable on operands of one kind alone
+    of_kind: Callable[[int], Any] = lambda _: None  # starts an execution on operands of one kind alone
     is_slow: bool = False  # whether its time is that of a few calls, and stays so (`SLOW_US`)
 
     @property
@@ -126,6 +126,7 @@ class Bench:
 
     running: tuple[Candidate, float] | None = None
     waited = 0.0
+    _begun: tuple[list[Candidate], concurrent.futures.Future[list[Contestant | str]] | None] = ([], None)
     _xlas: Sequence[jax.Array] = ()  # results of XLA's contestant for operands of each kind, once that has run
 
     def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
@@ -144,14 +145,14 @@ class Bench:
             self._inputs = jax.block_until_ready([first, *others, *copied(first)])
 
     @property
-    def _executions(self) -> int:
-        """How many executions run a contestant on every set once."""
-        return math.ceil(self.sets / CALLED_TOGETHER)
-
-    @property
     def _called_together(self) -> int:
         """The number of calls in one execution."""
         return min(self.sets, CALLED_TOGETHER)
+
+    @property
+    def _alike(self) -> int:
+        """How many executions together have equally many operands of each kind."""
+        return 1 if self.sets <= CALLED_TOGETHER else math.lcm(CALLED_TOGETHER, self.operation.kinds) // CALLED_TOGETHER
 
     @functools.cached_property
     def _references(self) -> list[jax.Array]:
@@ -163,14 +164,17 @@ class Bench:
         reference = jax.jit(lambda *operands: function(full, *operands), compiler_options=options)
         return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
+    def begin(self, candidates: Sequence[Candidate], meanwhile: concurrent.futures.Executor) -> None:
+        """Begins to compile candidates for a GPU, which `prepare` will be asked for, while something else is done."""
+        if self.platform == "cuda":
+            self._begun = list(candidates), meanwhile.submit(self._compiled, candidates)
+
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles candidates in parallel and checks their results. Returns those that work, and a measurement with an
         error for each of the others."""
-        plans = compile_together(self.problem, candidates, self.given_up)
-        failures = []
-        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
-        contestants = []
+        begun, future = self._begun
+        outcomes = future.result() if future is not None and begun == candidates else self._compiled(candidates)
+        contestants, failures = [], []
         for candidate, outcome in zip(candidates, outcomes, strict=True):
             if isinstance(outcome, str):
                 failures.append(Measurement(candidate, None, outcome))
@@ -181,6 +185,12 @@ class Bench:
             else:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
+
+    def _compiled(self, candidates: Sequence[Candidate]) -> list[Contestant | str]:
+        """A contestant of each candidate, or why it did not compile."""
+        plans = compile_together(self.problem, candidates, self.given_up)
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            return list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
 
     @usual_settings()  # it runs in threads of a pool, which have settings of their own
     def _compile(self, candidate: Candidate, plan: Any) -> Contestant:
@@ -204,7 +214,8 @@ class Bench:
         times = candidate == XLA and not self._has_chosen()  # XLA times cuDNN's kernels
         with self._device() if times else contextlib.nullcontext():
             compiled = lowered.compile(compiler_options=WITHOUT_GRAPHS)
-        run = lambda: [result for group in groups for result in compiled(group)]  # noqa: E731
+        turn = itertools.cycle(groups)
+        run = lambda: compiled(next(turn))  # noqa: E731
         of_kind = lambda kind: compiled([self._inputs[kind]] * len(groups[0]))  # noqa: E731
         return Contestant(candidate, run, module=f"jit_{every_set.__name__}", of_kind=of_kind)
 
@@ -222,52 +233,46 @@ class Bench:
 
     def _check(self, contestant: Contestant) -> str | None:
         """Runs a contestant for the first time. Returns why its results are wrong; None if they are not."""
-        results = self._slow_results(contestant)
-        if results is None:
-            results = self._on_device(contestant.candidate, lambda: self._warm(contestant))
+        results, us = self._on_device(contestant.candidate, lambda: self._first_calls(contestant))
+        if not (self.platform == "cuda" and us > SLOW_US and self._is_slow(contestant)):
+            self._on_device(contestant.candidate, lambda: self._warm(contestant))
         if contestant.candidate == XLA:
-            self._xlas = results[: self.operation.kinds]
+            self._xlas = results
             return None
         return self._on_device(contestant.candidate, lambda: self._first_wrong(results))
 
-    def _warm(self, contestant: Contestant) -> Sequence[jax.Array]:
-        """The results of an execution that is no longer delayed by code that is loaded."""
-        for _ in range(math.ceil((WARM_UP_CALLS - 1) / self._executions)):
-            contestant.run()
+    def _first_calls(self, contestant: Contestant) -> tuple[list[jax.Array], float]:
+        """(results for operands of each kind, microseconds of a call by the clock)."""
+        kinds = range(self.operation.kinds)
         started = time.perf_counter()
-        results = jax.block_until_ready(contestant.run())
-        contestant.warm_us = (time.perf_counter() - started) / self.sets * 1e6
-        return results
+        results = [jax.block_until_ready(contestant.of_kind(kind))[0] for kind in kinds]
+        return results, (time.perf_counter() - started) / (len(kinds) * self._called_together) * 1e6
 
-    def _slow_results(self, contestant: Contestant) -> Sequence[jax.Array] | None:
-        """The results of a slow contestant for operands of each kind, which then has its time; None for any other."""
-        of_kind, kinds = contestant.of_kind, range(self.operation.kinds)
-        if self.platform != "cuda" or of_kind is None:
-            return None
+    def _warm(self, contestant: Contestant) -> None:
+        """Runs a contestant until it is no longer delayed by code that is loaded, and times an execution."""
+        _run(contestant, WARM_UP - 1)
+        started = time.perf_counter()
+        _run(contestant, 1)
+        contestant.warm_us = (time.perf_counter() - started) / self._called_together * 1e6
 
-        def timed() -> tuple[Sequence[jax.Array], float]:
-            started = time.perf_counter()
-            results = [jax.block_until_ready(of_kind(kind))[0] for kind in kinds]
-            return results, (time.perf_counter() - started) / (len(kinds) * self._called_together) * 1e6
+    def _is_slow(self, contestant: Contestant) -> bool:
+        """Whether a call takes longer than `SLOW_US`. Such a contestant has its time then.
 
-        results, us = self._on_device(contestant.candidate, timed)
-        if us <= SLOW_US:
-            return None
-        # The first calls load code, and what other searches run may have delayed them. A profile tells.
-        few = dataclasses.replace(contestant, run=timed)
+        The first calls load code, and what other searches run may have delayed them. A profile tells."""
+        kinds = itertools.cycle(range(self.operation.kinds))
+        few = dataclasses.replace(contestant, run=lambda: contestant.of_kind(next(kinds)))
         try:
-            us = self._device_times([few], [1], 1, executions=len(kinds))[0][0]
+            us = self._device_times([few], [self.operation.kinds], 1)[0][0]
         except Exception as error:
             self._tell_no_profile(error)
             with self._device():
-                us = self._on_device(contestant.candidate, timed)[1]
-        if us <= SLOW_US:
-            return None
-        contestant.is_slow, contestant.warm_us, contestant.device_times = True, us, [us] * DEVICE_ROUNDS
-        return results
+                us = self._on_device(contestant.candidate, lambda: self._first_calls(contestant))[1]
+        if us > SLOW_US:
+            contestant.is_slow, contestant.warm_us, contestant.device_times = True, us, [us] * DEVICE_ROUNDS
+        return contestant.is_slow
 
     def _first_wrong(self, results: Sequence[jax.Array]) -> str | None:
-        wrong = (self._wrong(kind, result) for kind, result in enumerate(results[: self.operation.kinds]))
+        wrong = (self._wrong(kind, result) for kind, result in enumerate(results))
         return next(filter(None, wrong), None)
 
     def _wrong(self, kind: int, result: jax.Array) -> str | None:
@@ -325,10 +330,10 @@ class Bench:
         contestants = _quick(contestants)
         if not contestants:
             return True
-        counts = [self._calls(contestant, rounds) for contestant in contestants]
+        counts = [self._executions(contestant) for contestant in contestants]
         for _ in range(profiles):
             try:
-                found = self._device_times(contestants, counts, rounds, self._executions)
+                found = self._device_times(contestants, counts, rounds)
             except Exception as error:
                 self._tell_no_profile(error)
                 continue
@@ -347,7 +352,7 @@ class Bench:
             seconds = []
             for _ in range(KIND_ROUNDS):
                 start = time.perf_counter()
-                jax.block_until_ready(contestant.of_kind(kind) if contestant.of_kind else None)
+                jax.block_until_ready(contestant.of_kind(kind))
                 seconds.append(time.perf_counter() - start)
             return min(seconds) / self._called_together * 1e6
 
@@ -360,18 +365,18 @@ class Bench:
         with self._device():
             return self._on_device(contestant.candidate, lambda: self._round(contestant))
 
-    def _calls(self, contestant: Contestant, rounds: int) -> int:
+    def _executions(self, contestant: Contestant) -> int:
         """How often to run a contestant in one round of a profile."""
         us = contestant.us if math.isfinite(contestant.us) else contestant.warm_us
-        wanted = math.ceil(DEVICE_ROUND_SECONDS / max(us * 1e-6 * self.sets, 1e-9))
-        return max(1, min(wanted, (SCREENING_CALLS if rounds == 1 else MAX_TRACED_CALLS) // self.sets))
+        wanted = math.ceil(DEVICE_ROUND_SECONDS / max(us * 1e-6 * self._called_together, 1e-9))
+        few = max(1, min(wanted, MAX_TRACED_CALLS // self._called_together))
+        return math.ceil(few / self._alike) * self._alike
 
     def _device_times(
-        self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int, executions: int
+        self, contestants: Sequence[Contestant], counts: Sequence[int], rounds: int
     ) -> Sequence[Sequence[float]]:
-        """For each round, the microseconds of a call of each contestant, which runs `executions` times for each of its
-        count. One profile has all rounds, since it takes longer to start and read a profile than to run what it
-        shows."""
+        """For each round, the microseconds of a call of each contestant, which runs `counts` times. One profile has all
+        rounds, since it takes longer to start and read a profile than to run what it shows."""
         together = [*zip(contestants, counts, strict=True)] * (rounds if len(contestants) > 1 else 1)
         asked = time.monotonic()
 
@@ -386,8 +391,8 @@ class Bench:
             raise RuntimeError(f"{len(turns)} turns of {len(contestants)} candidates in {rounds} rounds")
         times = []
         for (_, turn), (_, count) in zip(turns, together, strict=True):
-            ns = profile.part_time(((start, end) for _, start, end in turn), count * executions)
-            times.append(ns * 1e-3 / self._called_together)
+            ns = profile.part_time(((start, end) for _, start, end in turn), count // self._alike)
+            times.append(ns * 1e-3 / (self._alike * self._called_together))
         each = len(contestants)
         return [times[begin : begin + each] for begin in range(0, len(times), each)]
 
@@ -427,11 +432,12 @@ class Bench:
             raise GivenUp
 
     def _round(self, contestant: Contestant) -> float:
+        everything = math.ceil(self.sets / CALLED_TOGETHER)  # executions on every set
         start = time.perf_counter()
-        _run(contestant, 1)
+        _run(contestant, everything)
         repeats = max(1, min(64, math.ceil(ROUND_SECONDS / (time.perf_counter() - start))))
         start = time.perf_counter()
-        _run(contestant, repeats)
+        _run(contestant, repeats * everything)
         return (time.perf_counter() - start) / repeats / self.sets * 1e6
 
 
