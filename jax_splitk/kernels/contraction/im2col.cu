@@ -38,6 +38,7 @@
 // those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
+#include "device/epilogue.cuh"
 #include "device/split_k.cuh"
 #include "device/tile_kernel.cuh"
 #if PERSISTENT
@@ -288,17 +289,18 @@ __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map
 #include "contraction/persistent.cuh"
 #else
 
-// Stores neighbouring sums, of which those beyond the group's columns are left out.
+// Stores what becomes of neighbouring sums, of which those beyond the group's columns are left out.
 template <int N>
 __device__ __forceinline__ void store_sums(const Args& g, const Epilogue& epilogue, Output* out, Output* to,
-                                           int row, int column, const float (&sums)[N]) {
+                                           int group, int row, int column, const float (&sums)[N]) {
+  const int first = group * g.n;  // of the group's columns
 #if ODD
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (column + i < g.n) epilogue.store(out, to + i, row, column + i, {sums[i]});
+    if (column + i < g.n) epilogue.store(out, to + i, row, first + column + i, {sums[i]});
   }
 #else
-  epilogue.store(out, to, row, column, sums);
+  epilogue.store(out, to, row, first + column, sums);
 #endif
 }
 
@@ -319,7 +321,8 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
     Output* to = out + size_t(row) * pitch_of(g) + tile.group * g.n + col;
-    store_sums(g, epilogue, out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
+    store_sums(g, epilogue, out, to, tile.group, row, col,
+               {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
 #endif
@@ -388,7 +391,8 @@ struct Conv : Layout {
 #endif
     const auto store = [&](int row, int column, const float4& v) {
       Output* to = result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
-      store_sums(g, result.epilogue, result.out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
+      store_sums(g, result.epilogue, result.out, to, tile.group, row_at(row), tile.n + column,
+                 {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);
 #endif

@@ -14,6 +14,9 @@
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
 //
+// With an epilogue the consumers finish the sums before they leave the results. Warp 2 loads a residual to where the
+// results will be. `residual` then has the bytes of a tile's residual, and its phase replaces that of `empty`.
+//
 // Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the
 // weight for every tile, which is loaded once (`keeps_weight`).
 
@@ -68,12 +71,15 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 }
 
 #include "contraction/persistent_stores.cuh"
+#include "contraction/persistent_epilogue.cuh"
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
+// finish(tile, team, phase, where its results will be, warpgroup, sums) may change the sums.
+template <class Finish>
 __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeline<>& pipeline,
                                       uint32_t results, Handover& handover, Turns& turns,
-                                      [[maybe_unused]] const Result& out) {
+                                      [[maybe_unused]] const Result& out, const Finish& finish) {
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
   Position at;
@@ -95,15 +101,16 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
     if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns.at[team ^ 1]);
     wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
-#if OWN_STORES
     const uint32_t own = results + team * PACKED_BYTES;
+    finish(tile, team, phase, own, warpgroup, acc);
+#if OWN_STORES
     sync_team(team);  // nobody reads the last results any more
     stage_packed(own, warpgroup, acc);
     sync_team(team);
     store_own(g, part, rows, own, out);
 #else
-    handover.wait_empty({team, phase});
-    stage_packed(results + team * PACKED_BYTES, warpgroup, acc);
+    if constexpr (!HAS_RESIDUAL) handover.wait_empty({team, phase});
+    stage_packed(own, warpgroup, acc);
     if constexpr (!PHASED) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
@@ -113,11 +120,25 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-             const __grid_constant__ Args g, const __grid_constant__ Result out) {
+             const __grid_constant__ Args g,
+             const __grid_constant__ Result out EPILOGUE_PARAMETERS RESIDUAL_MAP) {
   __shared__ TilePipeline<> pipeline;
   __shared__ Handover handover;
   __shared__ Turns turns;
+#if HAS_RESIDUAL
+  __shared__ Residuals residuals;
+#endif
   const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES;
+  const auto finish = [&]([[maybe_unused]] const Tile& tile, [[maybe_unused]] int team,
+                          [[maybe_unused]] uint32_t phase, [[maybe_unused]] uint32_t to,
+                          [[maybe_unused]] int warpgroup, [[maybe_unused]] Accumulator& acc) {
+#if HAS_RESIDUAL
+    Barrier::wait(&residuals.at[team], phase);
+#endif
+#if EPILOGUE
+    finish_sums(g, tile, EPILOGUE_OF_PARAMETERS, to, warpgroup, acc);
+#endif
+  };
   run_roles<TileRoles>(
       [&](int warp) {
         if (warp == 0) {
@@ -125,7 +146,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else if (!OWN_STORES && warp <= STORERS / 32) {
           store_tiles(g, results, handover, out);
         }
+#if HAS_RESIDUAL
+        if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
+#endif
       },
-      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out); }, pipeline, handover,
-      turns);
+      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finish); }, pipeline,
+      handover, turns RESIDUAL_BARRIERS);
 }
