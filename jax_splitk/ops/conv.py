@@ -114,6 +114,7 @@ def conv_fprop(
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
+    activation_last: bool = False,
     config: Any = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
@@ -139,6 +140,7 @@ def conv_fprop(
       bias: as in `conv_general_dilated`.
       activation: as in `conv_general_dilated`.
       residual: as in `conv_general_dilated`.
+      activation_last: as in `conv_general_dilated`.
       config: as in `conv_wgrad`.
       implementation: as in `conv_wgrad`. XLA computes what no kernel takes, and what XLA computes faster.
       workspace_limit_bytes: as in `conv_wgrad`.
@@ -168,7 +170,7 @@ def conv_fprop(
         options=options,
         wgrad_options=options.of_another_pass(implied=False),
     )
-    return conv_epilogue.bind(call, lhs, rhs, bias, activation, residual)
+    return conv_epilogue.bind(call, lhs, rhs, bias, activation, residual, activation_last)
 
 
 def conv_dgrad(
@@ -255,6 +257,7 @@ def conv_general_dilated(
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
     residual: ArrayLike | None = None,
+    activation_last: bool = False,
     config: Any = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
@@ -269,7 +272,8 @@ def conv_general_dilated(
     input widens the batch of one convolution and of one weight gradient, and a mapped weight makes groups (with a
     mapped input) or more output channels (without).
 
-    With an epilogue the result is activation(convolution + bias) + residual. The family fprop_im2col computes it in
+    With an epilogue the result is activation(convolution + bias) + residual, or with `activation_last`
+    activation(convolution + bias + residual). The family fprop_im2col computes it in
     float32 of the whole sum, in the same kernel. The kernel is chosen for the convolution alone. XLA computes the
     epilogue of other convolutions: with a kernel, from the convolution rounded to the result's dtype; without one, as
     lax would, so that it can fuse it. Under differentiation of an activation the rounded convolution is kept, and XLA
@@ -300,6 +304,7 @@ def conv_general_dilated(
       activation: "relu", "gelu" (`jax.nn.gelu`, by tanh), "gelu_exact" (the same with approximate=False), "silu".
         None: none.
       residual: added last, of the result's shape and a real floating dtype. None: nothing is added.
+      activation_last: whether the residual is added before the activation, as in a ResNet.
       config: as in `conv_wgrad`, for the weight gradient; under vmap for that of the one convolution of the batch.
       implementation: as in `conv_wgrad`, for the weight gradient. The other passes are chosen separately, except that
         "xla" holds for all three.
@@ -344,7 +349,7 @@ def conv_general_dilated(
         options=options.of_another_pass(forward_only=True),
         wgrad_options=options,
     )
-    return conv_epilogue.bind(call, lhs, rhs, bias, activation, residual)
+    return conv_epilogue.bind(call, lhs, rhs, bias, activation, residual, activation_last)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: str = ", or compute_dtype=") -> None:

@@ -1,4 +1,5 @@
-"""The `conv_fprop_epilogue` primitive: a convolution, and activation(sum + bias) + residual.
+"""The `conv_fprop_epilogue` primitive: a convolution, and activation(sum + bias) + residual, or activation(sum + bias +
+residual).
 
 Operands are lhs and rhs, then the bias, [output features], and the residual, of the result's shape, as far as there are
 any. Where a kernel computes the convolution and not its epilogue, XLA computes that from the convolution, which is
@@ -42,9 +43,11 @@ class ConvEpilogue(WithEpilogue, ConvFprop):
 
     Attributes:
       residual: whether it is an operand.
+      activation_last: whether the residual is added before the activation.
     """
 
     residual: bool = False
+    activation_last: bool = False
 
     primitive = conv_epilogue_p
     problem_type: ClassVar[type[Any]] = ConvEpilogueProblem
@@ -62,11 +65,15 @@ class ConvEpilogue(WithEpilogue, ConvFprop):
         return dataclasses.replace(self, options=dataclasses.replace(self.options, forward_only=False))
 
     def problem(self, avals: Sequence[Any]) -> ConvProblem:
-        dtypes = (
-            "none" if x is None else jnp.dtype(x.dtype).name for x in named(self.rest(avals), self.bias, self.residual)
+        operands = named(self.rest(avals), self.bias, self.residual)
+        bias_dtype, residual_dtype = ("none" if x is None else jnp.dtype(x.dtype).name for x in operands)
+        return with_epilogue(
+            super().problem(self.own(avals)),
+            bias_dtype=bias_dtype,
+            activation=self.activation,
+            residual_dtype=residual_dtype,
+            activation_last=self.activation_last,
         )
-        bias_dtype, residual_dtype = dtypes
-        return with_epilogue(super().problem(self.own(avals)), bias_dtype, self.activation, residual_dtype)
 
     def type_of(self, *avals: Any) -> Any:
         return self.product.type_of(*self.own(avals))
@@ -80,7 +87,7 @@ class ConvEpilogue(WithEpilogue, ConvFprop):
         if bias is not None:
             features = self.convolution.dimension_numbers.out_spec[1]
             bias = bias.reshape([bias.size if i == features else 1 for i in range(sums.ndim)])
-        return finished(sums, bias, self.activation, residual).astype(self.out_dtype)
+        return finished(sums, bias, self.activation, residual, self.activation_last).astype(self.out_dtype)
 
     def tangent_terms(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         # What a transpose keeps of an operand is its conversion, which may be smaller.
@@ -138,7 +145,15 @@ class ConvEpilogue(WithEpilogue, ConvFprop):
         return function
 
 
-def bind(call: ConvFprop, lhs: jax.Array, rhs: jax.Array, bias: Any, activation: Any, residual: Any) -> jax.Array:
+def bind(
+    call: ConvFprop,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    bias: Any,
+    activation: Any,
+    residual: Any,
+    activation_last: bool,
+) -> jax.Array:
     """The result of a call, and what becomes of it; ValueError or TypeError for arguments that do not fit it."""
     if bias is None and activation is None and residual is None:
         return call.bind(lhs, rhs)
@@ -151,15 +166,21 @@ def bind(call: ConvFprop, lhs: jax.Array, rhs: jax.Array, bias: Any, activation:
         operands.append(floating_operand("residual", residual))
         require(operands[-1].shape == out.shape, f"residual of shape {operands[-1].shape}", str(out.shape))
     fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
-    parts = {"bias": bias is not None, "activation": known_activation(activation), "residual": residual is not None}
-    return ConvEpilogue(**fields, **parts).bind(lhs, rhs, *operands)
+    epilogue = ConvEpilogue(
+        **fields,
+        bias=bias is not None,
+        activation=known_activation(activation),
+        residual=residual is not None,
+        activation_last=bool(activation_last) and activation is not None and residual is not None,
+    )
+    return epilogue.bind(lhs, rhs, *operands)
 
 
 def _batch(
     axis: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], *, call: ConvEpilogue
 ) -> tuple[jax.Array, int | None]:
-    """A batch of inputs, and of residuals with them, widens the batch. With a batch of weights or biases XLA computes the
-    epilogue."""
+    """A batch of inputs, and of residuals with them, widens the batch. With a batch of weights or biases, XLA computes
+    the epilogue."""
     if all(dim is None for dim in dims):
         return call.bind(*operands), None
     if call.options.config is not None:

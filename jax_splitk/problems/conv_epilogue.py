@@ -1,4 +1,5 @@
-"""A convolution and what may follow it: activation(sum + bias) + residual, computed in float32 and rounded once."""
+"""A convolution and its epilogue: activation(sum + bias) + residual, or activation(sum + bias + residual), computed in
+float32 and rounded once."""
 
 import dataclasses
 import functools
@@ -19,11 +20,13 @@ class ConvEpilogueProblem(ConvFpropProblem):
       bias_dtype: dtype of the bias, [out_channels]; "none" without a bias.
       activation: a name of `ACTIVATIONS`, or "none".
       residual_dtype: dtype of the residual, which has the output's shape; "none" without a residual.
+      activation_last: whether the residual is added before the activation.
     """
 
     bias_dtype: str = "none"
     activation: str = "none"
     residual_dtype: str = "none"
+    activation_last: bool = False
 
     @functools.cached_property
     def convolution(self) -> ConvFpropProblem:
@@ -38,7 +41,8 @@ class ConvEpilogueProblem(ConvFpropProblem):
     @property
     def epilogue(self) -> str:
         """The epilogue in words."""
-        return in_words(self.bias_dtype, self.activation, self.residual_dtype)
+        words = in_words(self.bias_dtype, self.activation, self.residual_dtype)
+        return f"{words} before the activation" if self.activation_last else words
 
     @property
     def operand_types(self) -> ArrayTypes:
@@ -53,13 +57,13 @@ class ConvEpilogueProblem(ConvFpropProblem):
         return f"{super().brief}, {self.epilogue}"
 
 
-def with_epilogue(problem: ConvProblem, bias_dtype: str, activation: str, residual_dtype: str) -> ConvProblem:
-    """A canonical forward pass with an epilogue. A transposed convolution is an input gradient, without one: XLA computes
-    its epilogue."""
+def with_epilogue(problem: ConvProblem, **epilogue: Any) -> ConvProblem:
+    """A canonical forward pass with an epilogue, by the fields of `ConvEpilogueProblem`. A transposed convolution is an
+    input gradient, and is returned without one: XLA computes its epilogue."""
     if type(problem) is not ConvFpropProblem:
         return problem
     fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
-    return ConvEpilogueProblem(**fields, bias_dtype=bias_dtype, activation=activation, residual_dtype=residual_dtype)
+    return ConvEpilogueProblem(**fields, **epilogue)
 
 
 def decisive(problem: Any) -> Any:

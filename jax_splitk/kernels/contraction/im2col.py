@@ -212,9 +212,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not isinstance(problem, ConvEpilogueProblem) or epilogue_refusal(problem) is not None:
             return False
         has_residual = config.workers > 0 and problem.residual_dtype != "none"
-        return not has_residual or (
-            _is_stored_by_tma(problem, config) and problem.residual_dtype in refusals.HALVES
-        )
+        return not has_residual or (_is_stored_by_tma(problem, config) and problem.residual_dtype in refusals.HALVES)
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
@@ -419,7 +417,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_mn),
             "B_WHOLE": int(is_mn and _is_whole(problem, config)),
-            **(epilogue_macros(problem) if isinstance(problem, ConvEpilogueProblem) else {}),
+            **(_epilogue_macros(problem) if isinstance(problem, ConvEpilogueProblem) else {}),
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
@@ -535,6 +533,10 @@ def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:
 def _is_whole(problem: ConvProblem, config: Config) -> bool:
     """Whether tiles begin and end at the boxes of a forward pass's weight."""
     return config.channels >= BOX and is_whole(problem.group_channels[1])
+
+
+def _epilogue_macros(problem: ConvEpilogueProblem) -> dict[str, int]:
+    return {**epilogue_macros(problem), **field_macros(problem, "activation_last")}
 
 
 def _adds_by_tma(problem: ConvProblem, config: Config) -> TypeGuard[ConvEpilogueProblem]:

@@ -75,11 +75,9 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
-// finish(tile, team, phase, where its results will be, warpgroup, sums) may change the sums.
-template <class Finish>
 __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeline<>& pipeline,
                                       uint32_t results, Handover& handover, Turns& turns,
-                                      [[maybe_unused]] const Result& out, const Finish& finish) {
+                                      [[maybe_unused]] const Result& out, const Finisher& finisher) {
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
   Position at;
@@ -102,15 +100,14 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
     wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
     const uint32_t own = results + team * PACKED_BYTES;
-    finish(tile, team, phase, own, warpgroup, acc);
 #if OWN_STORES
     sync_team(team);  // nobody reads the last results any more
-    stage_packed(own, warpgroup, acc);
+    finisher.stage(g, tile, own, warpgroup, acc);
     sync_team(team);
     store_own(g, part, rows, own, out);
 #else
-    if constexpr (!HAS_RESIDUAL) handover.wait_empty({team, phase});
-    stage_packed(own, warpgroup, acc);
+    finisher.wait(handover, team, phase);
+    finisher.stage(g, tile, own, warpgroup, acc);
     if constexpr (!PHASED) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
@@ -129,16 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ Residuals residuals;
 #endif
   const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES;
-  const auto finish = [&]([[maybe_unused]] const Tile& tile, [[maybe_unused]] int team,
-                          [[maybe_unused]] uint32_t phase, [[maybe_unused]] uint32_t to,
-                          [[maybe_unused]] int warpgroup, [[maybe_unused]] Accumulator& acc) {
-#if HAS_RESIDUAL
-    Barrier::wait(&residuals.at[team], phase);
-#endif
-#if EPILOGUE
-    finish_sums(g, tile, EPILOGUE_OF_PARAMETERS, to, warpgroup, acc);
-#endif
-  };
+  const Finisher finisher = FINISHER_OF_PARAMETERS;
   run_roles<TileRoles>(
       [&](int warp) {
         if (warp == 0) {
@@ -150,6 +138,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
 #endif
       },
-      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finish); }, pipeline,
-      handover, turns RESIDUAL_BARRIERS);
+      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finisher); },
+      pipeline, handover, turns RESIDUAL_BARRIERS);
 }

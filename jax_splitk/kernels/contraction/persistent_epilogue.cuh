@@ -1,5 +1,5 @@
-// What the consumers of a persistent kernel (contraction/persistent.cuh) make of a tile's sums in their registers, before
-// they leave the results in shared memory: see device/epilogue.cuh.
+// How the consumers of a persistent kernel (contraction/persistent.cuh) compute the epilogue (device/epilogue.cuh) of a
+// tile's sums, and leave the results in shared memory (device/packed_tile.cuh).
 //
 // A residual comes by TMA to where the results will be, and each thread replaces what it has read. `full` counts the
 // residual's bytes. Its loads begin once the results before it are stored (`empty` of the handover).
@@ -8,6 +8,7 @@
 #define HAS_RESIDUAL 1
 #define RESIDUAL_MAP , const __grid_constant__ TensorMap residual_map
 #define RESIDUAL_BARRIERS , residuals
+#define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS, residuals}
 static_assert(!PHASED && RESIDUAL_TYPE != FLOAT);
 using Residuals = Barriers<TEAMS, 1>;
 
@@ -38,6 +39,7 @@ __device__ inline void load_residuals(const Args& g, uint32_t results, Handover&
 #define HAS_RESIDUAL 0
 #define RESIDUAL_MAP
 #define RESIDUAL_BARRIERS
+#define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS}
 #endif
 
 #if EPILOGUE
@@ -48,55 +50,93 @@ __device__ inline float activated_packed(float x) {
   return activated(x);
 }
 
-// Adds the bias to eight sums of a thread: v[i] is in row i / 2 % 2 * 8 and column i / 4 * 8 + i % 2 from `row` and
-// `column` of the tile on.
-__device__ inline void add_bias(const Args& g, const Tile& tile, const Epilogue& epilogue, int row, int column,
-                                float (&v)[8]) {
-  const Bias* bias = epilogue.bias + tile.group * g.n + tile.n;
-#if SWAP
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float b = tile.n + row + half * 8 < g.n ? float(bias[row + half * 8]) : 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i / 2 * 4 + half * 2 + i % 2] += b;
-  }
-#else
-#pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    if (tile.n + column + odd * 8 >= g.n) continue;
-    const auto b = *reinterpret_cast<const Vec<Bias, 2>*>(bias + column + odd * 8);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[odd * 4 + i] += float(b.v[i % 2]);
-  }
-#endif
-}
+// What a thread needs for eight sums: those of the columns 0, 1, 8 and 9 from its first on, each in two rows.
+struct Operands {
+  float bias[4];  // of the columns, or under SWAP of the rows
+  uint32_t residual[4];
+};
 
-// Finishes the sums of a tile, whose results will be at `to`.
-__device__ inline void finish_sums(const Args& g, const Tile& tile, const Epilogue& epilogue,
-                                   [[maybe_unused]] uint32_t to, int warpgroup, Accumulator& acc) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int m = 0; m < M_PER_WG; ++m) {
-    const int block = m * CONSUMERS + warpgroup;
-#pragma unroll
-    for (int j = 0; j < TILE_N / 8; j += 2) {
-      float(&v)[8] = reinterpret_cast<float(&)[8]>(acc[m][j * 4]);
-      if constexpr (BIAS != 0) add_bias(g, tile, epilogue, block * 64 + row, j * 8 + lane % 4 * 2, v);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = activated_packed(v[i]);
-#if HAS_RESIDUAL
-      uint32_t residual[4];
+// Stages the results of a tile. A thread loads the operands of a step one step ahead, as stores to shared memory keep the
+// compiler from it.
+__device__ inline void stage_finished(const Args& g, const Tile& tile, const Epilogue& epilogue, uint32_t to,
+                                      int warpgroup, const Accumulator& acc) {
+  constexpr int OF_BLOCK = TILE_N / 16, ALL = M_PER_WG * OF_BLOCK;  // steps
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
+  const MatrixLane matrix;
+  const auto load = [&](int step, Operands& next) {
+    const int block = step / OF_BLOCK * CONSUMERS + warpgroup, j = step % OF_BLOCK * 2;
+    if constexpr (BIAS != 0) {
+      const Bias* bias = epilogue.bias + tile.group * g.n;
 #if SWAP
-      load_matrices_trans(matrices_at(to, block, j), residual[0], residual[1], residual[2], residual[3]);
-#else
-      load_matrices(matrices_at(to, block, j), residual);
-#endif
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        v[i] += float(reinterpret_cast<const Vec<Residual, 2>&>(residual[i / 2]).v[i % 2]);
+      for (int i = 0; i < 2 && j == 0; ++i) {
+        const int channel = tile.n + block * 64 + row + i * 8;
+        next.bias[i] = channel < g.n ? float(bias[channel]) : 0.f;
+      }
+#else
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int channel = tile.n + (j + i) * 8 + column;
+        Vec<Bias, 2> pair = {};
+        if (channel < g.n) pair = *reinterpret_cast<const Vec<Bias, 2>*>(bias + channel);
+        next.bias[i * 2] = float(pair.v[0]), next.bias[i * 2 + 1] = float(pair.v[1]);
       }
 #endif
     }
+#if HAS_RESIDUAL
+    uint32_t(&r)[4] = next.residual;
+#if SWAP
+    load_matrices_trans(matrix.at(to, block, j), r[0], r[1], r[2], r[3]);
+#else
+    load_matrices(matrix.at(to, block, j), r);
+#endif
+#endif
+  };
+  Operands next = {};
+  load(0, next);
+#pragma unroll
+  for (int step = 0; step < ALL; ++step) {
+    const Operands here = next;
+    if (step + 1 < ALL) load(step + 1, next);
+    const float* sums = &acc[step / OF_BLOCK][step % OF_BLOCK * 8];
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[i] = sums[i];
+      if constexpr (BIAS != 0) v[i] += here.bias[SWAP ? i / 2 % 2 : i / 4 * 2 + i % 2];
+      if constexpr (!ACTIVATION_LAST) v[i] = activated_packed(v[i]);
+#if HAS_RESIDUAL
+      v[i] += float(reinterpret_cast<const Vec<Residual, 2>&>(here.residual[i / 2]).v[i % 2]);
+#endif
+      if constexpr (ACTIVATION_LAST) v[i] = activated_packed(v[i]);
+    }
+    matrix.store(to, step / OF_BLOCK * CONSUMERS + warpgroup, step % OF_BLOCK * 2, v);
   }
 }
 #endif
+
+// How a tile's sums become results.
+struct Finisher {
+  Epilogue epilogue;
+#if HAS_RESIDUAL
+  Residuals& residuals;
+#endif
+
+  // Waits until results may be staged.
+  __device__ void wait([[maybe_unused]] Handover& handover, int team, uint32_t phase) const {
+#if HAS_RESIDUAL
+    Barrier::wait(&residuals.at[team], phase);
+#else
+    handover.wait_empty({team, phase});
+#endif
+  }
+
+  __device__ void stage([[maybe_unused]] const Args& g, [[maybe_unused]] const Tile& tile, uint32_t to,
+                        int warpgroup, const Accumulator& acc) const {
+#if EPILOGUE
+    stage_finished(g, tile, epilogue, to, warpgroup, acc);
+#else
+    stage_packed(to, warpgroup, acc);
+#endif
+  }
+};

@@ -29,32 +29,44 @@ __device__ inline uint32_t packed(const float* v) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Where the lane's row of four 8x8 matrices of 16-bit results is, those of a warp's sums j and j + 1 of a 64-row block.
-// Lanes 8*i to 8*i+7 have the addresses of the i-th: two halves, for j and j + 1.
-__device__ inline uint32_t matrices_at(uint32_t tile, int block, int j) {
-  const int lane = threadIdx.x % 32, row = lane % 8, odd = lane / 16;
-  const int eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
+// A lane's part in a warp's access to the results of four 8x8 matrices. Lanes 8*i to 8*i+7 have the addresses of
+// the i-th of them: two halves, for j and j + 1.
+struct MatrixLane {
+  int row, odd, eight;
+
+  __device__ MatrixLane() {
+    const int lane = threadIdx.x % 32;
+    row = lane % 8, odd = lane / 16, eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
+  }
+
+  // Of sums j and j + 1 of a 64-row block.
+  __device__ uint32_t at(uint32_t tile, int block, int j) const {
 #if SWAP
-  return chunk_at(tile, j / 8, block, (j % 8 + odd) * 8 + row, eight);
+    return chunk_at(tile, j / 8, block, (j % 8 + odd) * 8 + row, eight);
 #else
-  return chunk_at(tile, block, j / 8, eight * 8 + row, j % 8 + odd);
+    return chunk_at(tile, block, j / 8, eight * 8 + row, j % 8 + odd);
 #endif
-}
+  }
+
+  __device__ void store(uint32_t tile, int block, int j, const float* v) const {
+    const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
+#if SWAP
+    store_matrices_trans(at(tile, block, j), matrices);
+#else
+    store_matrices(at(tile, block, j), matrices);
+#endif
+  }
+};
 
 // 16-bit results.
 __device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc, int part = 0) {
+  const MatrixLane lane;
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) {
     const int box = m * CONSUMERS + warpgroup;
 #pragma unroll
     for (int j = 0; j < TILE_N / PARTS / 8; j += 2) {
-      const float* v = &acc[m][(part * (TILE_N / PARTS / 8) + j) * 4];
-      const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
-#if SWAP
-      store_matrices_trans(matrices_at(tile, box, j), matrices);
-#else
-      store_matrices(matrices_at(tile, box, j), matrices);
-#endif
+      lane.store(tile, box, j, &acc[m][(part * (TILE_N / PARTS / 8) + j) * 4]);
     }
   }
 }
