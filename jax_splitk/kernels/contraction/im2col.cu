@@ -21,8 +21,9 @@
 //
 // Where a stage has TAPS of a filter row, its block of A is loaded once for all of them: pixels along w are
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
-// between the lines of the images is not stored. A row of more taps has ROW_PARTS, which count as the taps of a
-// block of the reduction. Its last part ends with the row; taps that the part before has, too, are zeros of B.
+// between the lines of the images is not stored. A row of more taps has ROW_PARTS, which count as the taps of
+// a block of the reduction. Its last part ends with the row; taps that the part before has, too, are zeros of
+// B.
 //
 // A tile belongs to one group. Its columns are the group's, and those beyond are not stored. Where groups are
 // PADDED, the maps of A and of a K-major B have a dimension for the groups: TMA puts zeros in place of the
@@ -32,10 +33,11 @@
 // contraction/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
-// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes of a block
-// of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's columns are no
-// multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see contraction/persistent.cuh), and
-// those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
+// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes
+// of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's
+// columns are no multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see
+// contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
+// device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
 #include "device/epilogue.cuh"
@@ -321,8 +323,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
     Output* to = out + size_t(row) * pitch_of(g) + tile.group * g.n + col;
-    store_sums(g, epilogue, out, to, tile.group, row, col,
-               {half ? sum.z : sum.x, half ? sum.w : sum.y});
+    store_sums(g, epilogue, out, to, tile.group, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
 #endif

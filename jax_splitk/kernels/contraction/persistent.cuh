@@ -1,21 +1,22 @@
-// The persistent kernel of contraction/im2col.cu: a thread block computes one tile after the other. While it stores
-// a tile, it multiplies the next one and loads what comes then.
+// The persistent kernel of contraction/im2col.cu: a thread block computes one tile after the other. While it
+// stores a tile, it multiplies the next one and loads what comes then.
 //
 // Warpgroup 0: warp 0 loads, others (STORERS) store. Consumer warpgroups multiply, and leave a tile's 16-bit
 // results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take turns at the
 // tiles, so that one multiplies while the other hands over its results, or stores them itself (OWN_STORES).
 //
-// Barriers: those of the stages, see contraction/im2col.cu; of each team's results `full` has an arrival of each of
-// its warps, `empty` one of each warp that stores. `turns`: each warp of the other team has waited for its
-// last stage. (Of a barrier that is more than a phase behind, the parity is wrong. So a team may not wait for
-// one before, nor one warp arrive for the others: a tile of one stage lets it come here before they have
-// waited.)
+// Barriers: those of the stages, see contraction/im2col.cu; of each team's results `full` has an arrival of
+// each of its warps, `empty` one of each warp that stores. `turns`: each warp of the other team has waited
+// for its last stage. (Of a barrier that is more than a phase behind, the parity is wrong. So a team may not
+// wait for one before, nor one warp arrive for the others: a tile of one stage lets it come here before they
+// have waited.)
 //
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
 //
-// With an epilogue the consumers finish the sums before they leave the results. Warp 2 loads a residual to where the
-// results will be. `residual` then has the bytes of a tile's residual, and its phase replaces that of `empty`.
+// With an epilogue the consumers finish the sums before they leave the results. Warp 2 loads a residual to
+// where the results will be. `residual` then has the bytes of a tile's residual, and its phase replaces that
+// of `empty`.
 //
 // Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the
 // weight for every tile, which is loaded once (`keeps_weight`).
@@ -70,8 +71,8 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
   });
 }
 
-#include "contraction/persistent_stores.cuh"
 #include "contraction/persistent_epilogue.cuh"
+#include "contraction/persistent_stores.cuh"
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
@@ -138,6 +139,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
 #endif
       },
-      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finisher); },
-      pipeline, handover, turns RESIDUAL_BARRIERS);
+      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finisher); }, pipeline,
+      handover, turns RESIDUAL_BARRIERS);
 }

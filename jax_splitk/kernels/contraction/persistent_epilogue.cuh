@@ -1,8 +1,9 @@
-// How the consumers of a persistent kernel (contraction/persistent.cuh) compute the epilogue (device/epilogue.cuh) of a
-// tile's sums, and leave the results in shared memory (device/packed_tile.cuh).
+// How the consumers of a persistent kernel (contraction/persistent.cuh) compute the epilogue
+// (device/epilogue.cuh) of a tile's sums, and leave the results in shared memory (device/packed_tile.cuh).
 //
-// A residual comes by TMA to where the results will be, and each thread replaces what it has read. `full` counts the
-// residual's bytes. Its loads begin once the results before it are stored (`empty` of the handover).
+// A residual comes by TMA to where the results will be, and each thread replaces what it has read. `full`
+// counts the residual's bytes. Its loads begin once the results before it are stored (`empty` of the
+// handover).
 
 #if EPILOGUE && RESIDUAL_TYPE >= 0
 #define HAS_RESIDUAL 1
@@ -56,8 +57,8 @@ struct Operands {
   uint32_t residual[4];
 };
 
-// Stages the results of a tile. A thread loads the operands of a step one step ahead, as stores to shared memory keep the
-// compiler from it.
+// Stages the results of a tile. A thread loads the operands of a step one step ahead, as stores to shared
+// memory keep the compiler from it.
 __device__ inline void stage_finished(const Args& g, const Tile& tile, const Epilogue& epilogue, uint32_t to,
                                       int warpgroup, const Accumulator& acc) {
   constexpr int OF_BLOCK = TILE_N / 16, ALL = M_PER_WG * OF_BLOCK;  // steps
@@ -84,7 +85,7 @@ __device__ inline void stage_finished(const Args& g, const Tile& tile, const Epi
 #endif
     }
 #if HAS_RESIDUAL
-    uint32_t(&r)[4] = next.residual;
+    uint32_t (&r)[4] = next.residual;
 #if SWAP
     load_matrices_trans(matrix.at(to, block, j), r[0], r[1], r[2], r[3]);
 #else
