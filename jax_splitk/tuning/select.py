@@ -52,10 +52,11 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         choice = decide(Query(key_for(problem, target), options, options.workspace_limit, families, measure, final))
     missing = None
     if choice is not None:
-        choice = _with_epilogue(choice, problem)
         # In a job a process without a compiler tells the others when it should compile (`code_of`).
         together = measure and not options.explicit and agreement.needed()
-        missing = without_code(choice, target) if final and not together else None
+        needs_code = final and not together
+        choice = _with_epilogue(choice, problem, target, needs_code)
+        missing = without_code(choice, target) if needs_code else None
         if missing is None:
             return choice
         if disk.mode() == "frozen" and not options.explicit and not options.implied:
@@ -68,11 +69,13 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, target))
 
 
-def _with_epilogue(choice: Choice, problem: Problem) -> Choice:
-    """The choice with the problem's epilogue, if there is one that the kernel computes."""
+def _with_epilogue(choice: Choice, problem: Problem, target: Target, needs_code: bool) -> Choice:
+    """The choice with the problem's epilogue, if it has one and the chosen kernel computes it. `needs_code`: the code of
+    this kernel must be there."""
     if decisive(problem) is problem or choice.family is None or not choice.family.finishes(problem, choice.config):
         return choice
-    return dataclasses.replace(choice, problem=problem)
+    whole = dataclasses.replace(choice, problem=problem)
+    return choice if needs_code and without_code(whole, target) is not None else whole
 
 
 def _in_place(problem: Problem, target: Target, options: Options, *, measure: bool, final: bool) -> Choice:

@@ -8,17 +8,18 @@ from jax_splitk.kernels.contraction import im2col
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from tests import every_kernel
 from tests.every_kernel import Run
+from tests.exhaustive import thinned
 from tests.kernels import emulated
 
 RUNS = list(every_kernel.conv_epilogue_runs())
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.problem.epilogue}-{run.config}")
-@pytest.mark.parametrize("seed", range(2))
-def test_exact_on_integers_in_any_order_of_threads(run: Run, seed: int) -> None:
+@pytest.mark.parametrize("run", thinned(RUNS, 3, lambda run: f"{run.problem.epilogue}-{run.config}"))
+def test_exact_on_integers_in_any_order_of_threads(run: Run) -> None:
     assert isinstance(run.problem, ConvEpilogueProblem)
     assert im2col.FPROP.finishes(run.problem, run.config)
-    emulated.check(im2col.FPROP, run.problem, run.config, seed)
+    for seed in range(3):
+        emulated.check(im2col.FPROP, run.problem, run.config, seed)
 
 
 def test_which_epilogues_a_config_computes() -> None:
