@@ -187,7 +187,7 @@ def _batch(
         return one_by_one(operands, dims, call), 0
     size = mapped_size(operands, dims)
     if dims[0] is None or dims[1] is not None or (call.bias and dims[2] is not None) or size == 0:
-        return jax.vmap(call.composed, tuple(dims), spmd_axis_name=axis.name)(*operands), 0
+        return jax.vmap(call.composed, tuple(dims))(*operands), 0
     specs = call.convolution.dimension_numbers
     lhs = fold_into(operands[0], dims[0], specs.lhs_spec[0], call.convolution.batch_group_count)
     rest = list(operands[1:])

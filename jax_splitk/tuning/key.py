@@ -131,8 +131,8 @@ def key_from_dict(data: Any) -> Key:
 
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:
-    """Plain data that the command line accepts."""
-    return {"op": problem.op, **dataclasses.asdict(problem)}
+    """Plain data that the command line accepts: of a convolution with an epilogue, that of the convolution."""
+    return {"op": problem.op, **dataclasses.asdict(decisive(problem))}
 
 
 def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:

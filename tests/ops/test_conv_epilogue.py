@@ -20,7 +20,7 @@ from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.plan import LAUNCH_TARGET
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 from tests.convolutions import NHWC, Conv
@@ -100,6 +100,8 @@ def test_the_kernel_of_the_convolution_computes_the_epilogue() -> None:
     assert (fused.family, fused.config, fused.ours_us) == ("fprop_im2col", alone.config, alone.ours_us)
     assert fused.problem.epilogue == "bias in float32, relu, residual in bfloat16"
     assert key_for(fused.problem, DEFAULT_CUDA) == key_for(alone.problem, DEFAULT_CUDA)
+    fields = problem_as_dict(fused.problem)
+    assert problem_from_dict(fields.pop("op"), fields) == alone.problem
     of_epilogue = sum(z.size * z.dtype.itemsize for z in (bias, residual))
     assert fused.problem.bytes_moved - alone.problem.bytes_moved == of_epilogue
     assert jax_splitk.cost(whole, x, w, bias, residual).bytes_accessed == fused.problem.bytes_moved
