@@ -49,10 +49,10 @@ def functions(
 def run(case: Case, implementation: Implementation | None, quick: bool) -> Result:
     """Compiles, times and checks one case."""
     shapes = case.as_given().operand_shapes
-    return Result.measured(case, shapes, *functions(case, implementation), _difference, quick)
+    return Result.measured(case, shapes, *functions(case, implementation), difference, quick)
 
 
-def _difference(compiled: Iterable[Callable[..., Any]], *operands: jax.Array) -> tuple[float, None]:
+def difference(compiled: Iterable[Callable[..., Any]], *operands: jax.Array) -> tuple[float, None]:
     """The difference of our result from XLA's; tests compare with float64."""
     ours, xla = (np.asarray(function(*operands), np.float32) for function in compiled)
     return distance(ours, xla), None

@@ -31,6 +31,7 @@ from jax_splitk.kernels.quantized.tiles import split_tiles
 from jax_splitk.kernels.ragged import ragged_k, ragged_m
 from jax_splitk.kernels.ragged import tiles as ragged_tiles
 from jax_splitk.kernels.tf32 import wgrad as tf32
+from jax_splitk.problems.conv_epilogue import with_epilogue
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -42,7 +43,7 @@ from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import dots, experts, float64, products, ragged_dots
+from tests import conv_epilogues, dots, experts, products, ragged_dots
 from tests.on_gpu import with_splits
 from tests.problems import conv, conv_of
 from tests.random_problems import device_plan
@@ -89,11 +90,8 @@ class Run:
 
 @functools.cache
 def _convolution(p: ConvProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    rng = np.random.default_rng(SEED)
-    x, y = (rng.integers(-2, 3, shape).astype(np.float64) for shape in p.operand_shapes)
-    exact = float64.ON_HOST[p.op](p, x, y)
-    dtype = jnp.dtype(p.dtype)
-    return (x.astype(dtype), y.astype(dtype)), exact.astype(np.float32).astype(jnp.dtype(p.out_dtype))
+    operands = conv_epilogues.integers(p, np.random.default_rng(SEED))
+    return tuple(operands), conv_epilogues.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
 
 
 @functools.cache
@@ -498,6 +496,42 @@ def _dense_passes() -> Iterator[Run]:
         yield Run(family, p, config)
 
 
+def conv_epilogue_runs() -> Iterator[Run]:
+    """Dense forward passes with every part of an epilogue, by every way to store results."""
+
+    def persistent(tile_m: int, tile_n: int, swap: bool, workers: int, taps: int = 1) -> Any:
+        config = conv_im2col.Config(tile_m, tile_n, 2, taps=taps, swap=swap, workers=workers)
+        return dataclasses.replace(config, stages=config.most_stages)
+
+    last, floats = {"activation_last": True}, {"dtype": "float32", "out_dtype": "float32"}
+    half = {"dtype": HALF, "out_dtype": HALF}
+    for size, kernel, channels, config, changes, (bias, activation, residual), more in (
+        ((9, 11), (3, 3), (64, 128), persistent(256, 128, False, 2), {"padding": 1, "batch": 9},
+         ("float32", "relu", "bfloat16"), last),
+        ((9, 10), (1, 1), (168, 72), persistent(128, 64, False, 2), {"groups": 3, "batch": 3, **half},
+         ("bfloat16", "relu", "bfloat16"), {}),
+        ((9, 11), (3, 4), (72, 136), persistent(64, 256, True, 2), {"padding": 1, "batch": 8},
+         (HALF, "relu", HALF), {}),
+        ((5, 6, 7), (3, 2, 3), (16, 320), persistent(128, 192, True, 3), {"padding": 1, "stride": (1, 2, 1)},
+         ("none", "none", "bfloat16"), {}),
+        ((9, 10), (3, 3), (64, 72), persistent(64, 128, True, 2, 3), {"padding": 1, "batch": 5},
+         ("float32", "relu", "none"), {}),
+        ((9, 10), (3, 3), (72, 80), persistent(64, 256, True, 2, 3), {"padding": ((2, 0), (-1, 3)), "batch": 5},
+         ("none", "relu", "none"), {}),
+        ((4, 5, 6), (3, 3, 3), (32, 32), conv_im2col.Config(256, 32, 2, 3, "workspace", 3), {"padding": 1},
+         ("bfloat16", "relu", "float32"), last),
+        ((9, 10), (3, 3), (96, 120), conv_im2col.Config(64, 64, 4), {"padding": 1, "groups": 3},
+         ("float32", "relu", "float32"), {}),
+        ((9, 10), (3, 3), (72, 2), conv_im2col.Config(64, 16, 3, 2, "workspace", 3), {"padding": 1},
+         ("bfloat16", "none", "bfloat16"), {}),
+        ((9, 10), (3, 3), (36, 40), conv_im2col.Config(64, 64, 4), {"padding": 1, **floats},
+         ("float32", "relu", "none"), {}),
+    ):  # fmt: skip
+        p = conv_of(ConvFpropProblem, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
+        given = {"bias_dtype": bias, "activation": activation, "residual_dtype": residual}
+        yield Run(conv_im2col.FPROP, with_epilogue(p, **given, **more), config)
+
+
 def _patches() -> Iterator[Run]:
     tall = (128, 64, 4, 2, "workspace")
     pairs = ((patch.FPROP, ConvFpropProblem), (patch.WGRAD, ConvWgradProblem))
@@ -862,7 +896,8 @@ def _experts() -> Iterator[Run]:
 RUNS = list(
     itertools.chain(
         *(_im2col(), _halo(), _tf32(), _gather(), _grouped(), _depthwise(), _depthwise_any()),
-        *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), _patches(), _stems()),
+        *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), conv_epilogue_runs()),
+        *(_patches(), _stems()),
         _adapted(),
         *(_dot(), _few_rows(), _stream(), _fp8(), _tiled(), _transposed(), _ragged(), _experts()),
     )

@@ -71,6 +71,14 @@ def _convolutions() -> Iterator[tuple[str, Operation]]:
         wgrad = lambda lhs, g, o=options: jax_splitk.conv_wgrad(lhs, g, _RHS, **o)  # noqa: E731
         yield f"conv_wgrad{name}", Operation(wgrad, _lax_wgrad, (_LHS, _G))
     yield "intercept", Operation(_intercepted, _lax_conv, (_LHS, _RHS))
+    given = lambda *x, **more: jax_splitk.conv_general_dilated(*x, **_GEOMETRY, **more)  # noqa: E731
+    sums = lambda x, w, bias, residual: given(x, w, bias=bias, residual=residual)  # noqa: E731
+    in_lax = lambda x, w, bias, residual: _lax_conv(x, w) + bias + residual  # noqa: E731
+    yield "conv_general_dilated-bias-residual", Operation(sums, in_lax, (_LHS, _RHS, _G[-1:], _G))
+    last = {"activation": "silu", "activation_last": True}
+    activated = lambda x, w, bias, residual: given(x, w, bias=bias, residual=residual, **last)  # noqa: E731
+    silu = lambda x, w, bias, residual: jax.nn.silu(_lax_conv(x, w) + bias + residual)  # noqa: E731
+    yield "conv_general_dilated-silu", Operation(activated, silu, (_LHS, _RHS, _G[-1:], _G), exact=False)
 
 
 def _products() -> Iterator[tuple[str, Operation]]:

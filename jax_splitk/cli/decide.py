@@ -24,6 +24,7 @@ from jax_splitk.ops.decision import Decision, Gain, decision
 from jax_splitk.ops.explain import about_silent, expected, explanation, left_to_lax, routed
 from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lowering import only_xla
+from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, disk, settings
 from jax_splitk.runtime.target import Target, local_platform, target_for
@@ -78,8 +79,8 @@ def tune(arguments: argparse.Namespace) -> int:
     decided = {key.problem: stored.describe(entry) for key, entry in watched.entries.items() if entry is not None}
     measured = {key.problem for key in watched.measured}
     decisions = [
-        {"problem": problem_as_dict(d.problem), "why": d.why, "measured": d.problem in measured}
-        | decided.get(d.problem, {})
+        {"problem": problem_as_dict(d.problem), "why": d.why, "measured": decisive(d.problem) in measured}
+        | decided.get(decisive(d.problem), {})
         for d in explained.decisions
     ]
     output.emit({"decisions": decisions, "failures": failures}, str(explained), arguments.json)

@@ -8,14 +8,16 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
+from jax_splitk.ops import conv_epilogue
 from jax_splitk.ops import conv_gradient as _gradient  # noqa: F401 - the passes' rules
 from jax_splitk.ops.conv_calls import ConvDgrad, ConvFprop, bind_wgrad, with_output_of
 from jax_splitk.ops.convolution import Convolution, Padding, convolution, integers
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
-from jax_splitk.runtime.arguments import RefusedImplementation, RefusedType, RefusedValue, dtype_of
+from jax_splitk.problems.dot_general import Activation
+from jax_splitk.runtime.arguments import RefusedImplementation, RefusedType, RefusedValue, dtype_of, require
 from jax_splitk.tuning import once
 from jax_splitk.tuning.options import Implementation, Options, settled
 
@@ -109,6 +111,10 @@ def conv_fprop(
     lhs_dilation: Sequence[int] | None = None,
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    residual: ArrayLike | None = None,
+    activation_last: bool = False,
     config: Any = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
@@ -131,6 +137,10 @@ def conv_fprop(
       lhs_dilation: the distance of the input's pixels; above 1 for a transposed convolution.
       batch_group_count: as in lax.
       precision: as in lax.
+      bias: as in `conv_general_dilated`.
+      activation: as in `conv_general_dilated`.
+      residual: as in `conv_general_dilated`.
+      activation_last: as in `conv_general_dilated`.
       config: as in `conv_wgrad`.
       implementation: as in `conv_wgrad`. XLA computes what no kernel takes, and what XLA computes faster.
       workspace_limit_bytes: as in `conv_wgrad`.
@@ -160,7 +170,7 @@ def conv_fprop(
         options=options,
         wgrad_options=options.of_another_pass(implied=False),
     )
-    return call.bind(lhs, rhs)
+    return conv_epilogue.bind(call, lhs, rhs, bias, activation, residual, activation_last)
 
 
 def conv_dgrad(
@@ -244,6 +254,10 @@ def conv_general_dilated(
     out_sharding: Any = None,
     *,
     compute_dtype: DTypeLike | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    residual: ArrayLike | None = None,
+    activation_last: bool = False,
     config: Any = None,
     implementation: Implementation | None = None,
     workspace_limit_bytes: int | None = None,
@@ -258,8 +272,15 @@ def conv_general_dilated(
     input widens the batch of one convolution and of one weight gradient, and a mapped weight makes groups (with a
     mapped input) or more output channels (without).
 
+    With an epilogue the result is activation(convolution + bias) + residual, or with `activation_last`
+    activation(convolution + bias + residual). The family fprop_im2col computes it in
+    float32 of the whole sum, in the same kernel. The kernel is chosen for the convolution alone. XLA computes the
+    epilogue of other convolutions: with a kernel, from the convolution rounded to the result's dtype; without one, as
+    lax would, so that it can fuse it. Under differentiation of an activation the rounded convolution is kept, and XLA
+    computes the epilogue.
+
     For operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats), lax computes
-    the convolution and its gradients, and the log says so.
+    the convolution and its gradients, and the log says so. They take no epilogue.
 
     Args:
       lhs: the input, e.g. [N, H, W, C], of a real dtype where `compute_dtype` is given.
@@ -279,6 +300,11 @@ def conv_general_dilated(
         None for their own. With a float32 `rhs` (a master weight) and compute_dtype=bfloat16, the weight gradient is
         float32 and holds the kernel's fp32 sums unrounded, and rhs is not differentiated through a cast. The cotangent
         of the output is converted to compute_dtype.
+      bias: added to the convolution: [output features], of a real floating dtype. None: nothing is added.
+      activation: "relu", "gelu" (`jax.nn.gelu`, by tanh), "gelu_exact" (the same with approximate=False), "silu".
+        None: none.
+      residual: added last, of the result's shape and a real floating dtype. None: nothing is added.
+      activation_last: whether the residual is added before the activation, as in a ResNet.
       config: as in `conv_wgrad`, for the weight gradient; under vmap for that of the one convolution of the batch.
       implementation: as in `conv_wgrad`, for the weight gradient. The other passes are chosen separately, except that
         "xla" holds for all three.
@@ -305,6 +331,9 @@ def conv_general_dilated(
     arguments = (*geometry, feature_group_count, batch_group_count, precision)
     if compute is None and lhs.dtype == rhs.dtype and lhs.dtype.name not in DTYPES:
         _announce_lax(lhs.dtype, options)
+        plain = bias is None and activation is None and residual is None
+        epilogue = f"bias, activation or residual with operands of {lhs.dtype}"
+        require(plain, epilogue, f"operands of {', '.join(DTYPES)}", RefusedType)
         return lax_conv(lhs, rhs, *arguments, preferred_element_type, out_sharding)
     _check_operands(lhs, rhs, converted=compute is not None)
     conv = convolution(lhs.shape, rhs.shape, *arguments)
@@ -320,7 +349,7 @@ def conv_general_dilated(
         options=options.of_another_pass(forward_only=True),
         wgrad_options=options,
     )
-    return call.bind(lhs, rhs)
+    return conv_epilogue.bind(call, lhs, rhs, bias, activation, residual, activation_last)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, converted: bool, or_else: str = ", or compute_dtype=") -> None:

@@ -59,7 +59,7 @@ class ConvCall(Call):
 
     def written(self, avals: Sequence[Any]) -> ConvProblem:
         """The problem as the caller wrote it, with dimensions and groups that kernels do not have."""
-        shapes = (*(tuple(x.shape) for x in avals), self.shape)
+        shapes = (*(tuple(x.shape) for x in avals[:2]), self.shape)
         return _written(self.kind, self.convolution, shapes, self.dtype(avals), self.out_dtype)
 
     def problem(self, avals: Sequence[Any]) -> ConvProblem:
@@ -107,7 +107,7 @@ class ConvCall(Call):
     def _is_canonical(self, problem: ConvProblem) -> bool:
         """Whether operands and result are in the layouts of their problem."""
         conv = self.convolution
-        plain = all(order == tuple(range(len(order))) for order in _orders(conv.dimension_numbers).values())
+        plain = all(order == tuple(range(len(order))) for order in orders_of(conv.dimension_numbers).values())
         same = conv.batch_group_count == 1 and not is_transposed(conv)
         return plain and same and len(conv.window_strides) == problem.rank
 
@@ -115,7 +115,7 @@ class ConvCall(Call):
         self, problem: ConvProblem, out: Any, function: Callable[..., jax.Array]
     ) -> Callable[..., jax.Array]:
         """A function of operands in the layouts of `problem`, which is canonical, for operands as they are written."""
-        kind, orders = self.kind, _orders(self.convolution.dimension_numbers)
+        kind, orders = self.kind, orders_of(self.convolution.dimension_numbers)
         groups, transposed = self.convolution.batch_group_count, is_transposed(self.convolution)
 
         def canonical_operand(name: str, x: jax.Array) -> jax.Array:
@@ -307,7 +307,7 @@ def _ordered(spec: Sequence[int], *names: str) -> tuple[str, ...]:
     return tuple(of[i] for i in range(len(spec)))
 
 
-def _orders(specs: lax.ConvDimensionNumbers) -> dict[str, tuple[int, ...]]:
+def orders_of(specs: lax.ConvDimensionNumbers) -> dict[str, tuple[int, ...]]:
     """The transposes of each array to its canonical order: N, spatial..., C, and HWIO of the weight."""
     orders = {name: (spec[0], *spec[2:], spec[1]) for name, spec in (("lhs", specs.lhs_spec), ("g", specs.out_spec))}
     return orders | {"rhs": (*specs.rhs_spec[2:], specs.rhs_spec[1], specs.rhs_spec[0])}

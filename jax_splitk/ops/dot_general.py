@@ -15,11 +15,12 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_splitk.ops import dot_gradient as _gradient  # noqa: F401 - the primitive's rules
 from jax_splitk.ops.call import MEMORY
 from jax_splitk.ops.dot_calls import DotCall, Epilogue
+from jax_splitk.ops.epilogue_arguments import floating_operand, known_activation
 from jax_splitk.problems.conv_reference import precision_name
-from jax_splitk.problems.dot_general import ACTIVATIONS, E4M3, Activation
+from jax_splitk.problems.dot_general import E4M3, Activation
 from jax_splitk.problems.dot_layout import DimensionNumbers, free_dimensions
 from jax_splitk.problems.dot_reference import finished, lax_dot_general
-from jax_splitk.runtime.arguments import dtype_of, quoted, require, wider
+from jax_splitk.runtime.arguments import dtype_of, require, wider
 from jax_splitk.tuning.options import Implementation, Options, settled
 
 _logger = logging.getLogger("jax_splitk")
@@ -222,23 +223,16 @@ def _epilogue(
     columns = tuple(y.shape[i] for i in free_dimensions(y.ndim, y_contracting, y_batch))
     operands, over = [], "none"
     if bias is not None:
-        given, of_rows = _floating("bias", bias), (*rows, *(1,) * len(columns))
+        given, of_rows = floating_operand("bias", bias), (*rows, *(1,) * len(columns))
         require(given.shape in (columns, of_rows), f"bias of shape {given.shape}", f"{columns} or {of_rows}")
         over = "n" if given.shape == columns else "m"
         operands.append(given if over == "n" else given.reshape(rows))
-    if activation is not None:
-        require(activation in tuple(ACTIVATIONS), f"activation={activation!r}", f"None, {quoted(ACTIVATIONS)}")
+    activation = known_activation(activation)
     if residual is not None:
-        given, shape = _floating("residual", residual), (*(x.shape[i] for i in x_batch), *rows, *columns)
+        given, shape = floating_operand("residual", residual), (*(x.shape[i] for i in x_batch), *rows, *columns)
         require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
         operands.append(given)
-    return Epilogue(over, activation or "none", residual is not None), operands
-
-
-def _floating(name: str, value: Any) -> jax.Array:
-    given = jnp.asarray(value)
-    require(given.dtype.name in _DTYPES, f"{name} of dtype {given.dtype}", ", ".join(_DTYPES), TypeError)
-    return given
+    return Epilogue(over, activation, residual is not None), operands
 
 
 def _finished(product: jax.Array, x: jax.Array, y: jax.Array, dimension_numbers: Any, *after: Any) -> jax.Array:

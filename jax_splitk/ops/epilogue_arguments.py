@@ -1,4 +1,5 @@
-"""The arguments `bias`, `activation` and `residual` of products with quantized weights."""
+"""The arguments `bias`, `activation` and `residual`: what all operations check, and those of products with quantized
+weights."""
 
 import dataclasses
 import math
@@ -7,12 +8,30 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.problems.dot_general import ACTIVATIONS
 from jax_splitk.problems.epilogue import GATED
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.quantized.array import unwrapped
 from jax_splitk.quantized.joined import JoinedWeight
-from jax_splitk.runtime.arguments import quoted, require
+from jax_splitk.runtime.arguments import RefusedType, quoted, require
+
+
+def floating_operand(name: str, value: Any) -> jax.Array:
+    """A bias or a residual; TypeError for other dtypes than real floating ones."""
+    given = jnp.asarray(value)
+    require(given.dtype.name in DTYPES, f"{name} of dtype {given.dtype}", ", ".join(DTYPES), RefusedType)
+    return given
+
+
+def known_activation(activation: Any) -> str:
+    """The activation, or "none" for None; ValueError for an unknown one."""
+    known = activation is None or activation in tuple(ACTIVATIONS)
+    require(known, f"activation={activation!r}", f"None, {quoted(ACTIVATIONS)}")
+    return activation or "none"
+
+
+# ---- quantized weights -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the primitives of quantized products with an epilogue share: activation(sum + bias) + residual.
+"""What the primitives of products and convolutions with an epilogue share: activation(sum + bias) + residual.
 
 Operands are those of the product, then those of the epilogue. Where an epilogue cannot go with the product (an
 activation that is differentiated, a sum over devices, a platform without a kernel for it), XLA computes it from the
@@ -8,11 +8,12 @@ product alone.
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.extend import core
 from jax.interpreters import ad
 
 from jax_splitk.ops import checkpointing, lowering, taylor
@@ -59,6 +60,11 @@ class WithEpilogue(Call):
     def rest(self, operands: Sequence[Any]) -> Sequence[Any]:
         """The operands that `after` takes."""
         return operands[len(operands) - self.after_count :]
+
+    @property
+    def differentiated(self) -> Self:
+        """The call as its derivative computes it."""
+        return self
 
     @property
     @abc.abstractmethod
@@ -109,6 +115,7 @@ class WithEpilogue(Call):
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: WithEpilogue) -> tuple[jax.Array, Any]:
     """An activation is differentiated at the product, which is kept in the result's dtype. All else is linear, and
     stays in the kernel."""
+    call = call.differentiated
     if call.activation != "none":
         moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
@@ -138,10 +145,11 @@ def _for_jet(*operands: jax.Array, call: WithEpilogue) -> jax.Array:
     return call.composed_for_jet(*operands)
 
 
-def define(primitive: Primitive) -> None:
-    """Gives the primitive of a product with an epilogue all its rules but that of vmap."""
+def define(primitive: Primitive, lax_primitive: core.Primitive = lax.dot_general_p) -> None:
+    """Gives the primitive of a product with an epilogue all its rules but that of vmap. `lax_primitive`: that of the
+    product in lax."""
     ad.primitive_jvps[primitive] = _jvp
     ad.primitive_transposes[primitive] = _transpose
-    checkpointing.define(primitive, lax.dot_general_p)
+    checkpointing.define(primitive, lax_primitive)
     taylor.define(primitive, taylor.composed(_for_jet))
     lowering.define(primitive)

@@ -99,7 +99,7 @@ def explain(
     unrouted = routed(collections.Counter(left_to_lax(jaxpr)), target)
     silent = (op for op in operations if found[op] is None and isinstance(op.problem, ConvProblem))
     notes = about_silent(sum(operations[op] for op in silent))
-    names = ("conv_general_dilated", "conv_fprop")
+    names = ("conv_general_dilated", "conv_fprop", "conv_fprop_epilogue")
     convolutions = sum(eqn.primitive.name in names for eqn in equations)
     if convolutions and not any(isinstance(d.problem, ConvProblem) for d in (*decisions, *unrouted)):
         notes = (*notes, _NO_GRADIENT.format(f"{convolutions} convolution{'s' * (convolutions > 1)}"))

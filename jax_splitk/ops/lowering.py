@@ -68,7 +68,7 @@ def define(primitive: Primitive) -> None:
                 if isinstance(division, Rule):
                     return partitioning.lower(ctx, division, call, problem, operands)
                 undivided = division
-            custom_call = _chosen(ctx, problem, platform, call.options, undivided)
+            problem, custom_call = _chosen(ctx, problem, platform, call.options, undivided)
             (out,) = ctx.avals_out
             if custom_call is None and call.options.implied:
                 return as_lax_does(ctx, operands, call)  # to the letter, so that XLA fuses it as it does lax's
@@ -241,8 +241,9 @@ def _may_measure(ctx: Any, target: Target) -> bool:
 
 def _chosen(
     ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options, undivided: str | None
-) -> CustomCall | None:
-    """The custom call that is lowered, None for XLA's operation, with a line in the log."""
+) -> tuple[Problem, CustomCall | None]:
+    """The custom call that is lowered, None for XLA's operation, and the problem that it computes, with a line in the
+    log."""
     target = target_for(platform)
     measure = undivided is None and _may_measure(ctx, target)
     if not _compat.is_automatically_partitioned(ctx):
@@ -250,4 +251,4 @@ def _chosen(
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
     announce(choice, options)
-    return custom_call
+    return choice.problem, custom_call

@@ -2,6 +2,7 @@
 
 from jax_splitk.ops import (
     conv_calls,
+    conv_epilogue,
     dot_calls,
     quantized_epilogue,
     quantized_primitive,
@@ -12,6 +13,7 @@ from jax_splitk.ops import (
 
 PRIMITIVES = (
     conv_calls.conv_fprop_p,
+    conv_epilogue.conv_epilogue_p,
     conv_calls.conv_dgrad_p,
     conv_calls.conv_wgrad_p,
     dot_calls.dot_general_p,

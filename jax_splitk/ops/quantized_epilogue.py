@@ -19,8 +19,8 @@ from jax_splitk.ops.folding import mapped_size, one_by_one
 from jax_splitk.ops.partitioning import Place, Rule
 from jax_splitk.ops.quantized_gradient import tangent_terms
 from jax_splitk.ops.quantized_primitive import QuantizedCall, over_batch
-from jax_splitk.problems.epilogue import finished
-from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem, named, problem_product
+from jax_splitk.problems.epilogue import finished, named
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem, problem_product
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 
 quantized_epilogue_p = Primitive("quantized_matmul_epilogue")

@@ -10,12 +10,16 @@ from jax.interpreters import ad
 def bilinear(primals: Sequence[Any], tangents: Sequence[Any], *, call: Any) -> tuple[jax.Array, Any]:
     """The jvp rule of a primitive that is linear in each of its first two operands; the others have no tangent."""
     out = call.bind(*primals)
-    terms = [
+    return out, summed(bilinear_terms(primals, tangents, call), out)
+
+
+def bilinear_terms(primals: Sequence[Any], tangents: Sequence[Any], call: Any) -> list[jax.Array]:
+    """The terms of the tangent of such a primitive."""
+    return [
         call.bind(*primals[:i], tangents[i], *primals[i + 1 :])
         for i in range(2)
         if not isinstance(tangents[i], ad.Zero)
     ]
-    return out, summed(terms, out)
 
 
 def by_some(function: Callable[..., jax.Array], operands: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:

@@ -15,14 +15,22 @@ def wide_dtype(dtype: str, out_dtype: str) -> str:
     return out_dtype if dtype == E4M3 else wider(dtype, out_dtype).name
 
 
-def finished(sums: jax.Array, bias: jax.Array | None, activation: str, residual: jax.Array | None) -> jax.Array:
+def finished(
+    sums: jax.Array,
+    bias: jax.Array | None,
+    activation: str,
+    residual: jax.Array | None,
+    activation_last: bool = False,
+) -> jax.Array:
     """The epilogue, in the dtype of the sums. The bias has the shape of their last dimensions, or ones there."""
     if bias is not None:
         leading = (1,) * (sums.ndim - bias.ndim)  # given, for the user may have JAX refuse to add dimensions
         sums = sums + bias.astype(sums.dtype).reshape(*leading, *bias.shape)
-    if activation != "none":
-        sums = ACTIVATIONS[activation](sums)
-    return sums if residual is None else sums + residual.astype(sums.dtype)
+    activated = ACTIVATIONS.get(activation, lambda x: x)
+    if residual is None:
+        return activated(sums)
+    residual = residual.astype(sums.dtype)
+    return activated(sums + residual) if activation_last else activated(sums) + residual
 
 
 def dot_general(problem: DotProblem, lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:

@@ -69,6 +69,11 @@ def finished(
     return out.astype(dtype)
 
 
+def named(after: Any, bias: bool, residual: bool) -> tuple[Any, Any]:
+    """(bias, residual) of the operands of an epilogue; None for one that is not there."""
+    return after[0] if bias else None, after[-1] if residual else None
+
+
 def _widened(bias: jax.Array, sums: jax.Array) -> jax.Array:
     """The bias in float32, in a shape that broadcasts without a new dimension."""
     return bias.astype(jnp.float32).reshape(*[1] * (sums.ndim - bias.ndim), *bias.shape)

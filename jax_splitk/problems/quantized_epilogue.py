@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_splitk.problems import quantized_reference
-from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words
+from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words, named
 from jax_splitk.problems.problem import ArrayTypes, as_base, brief_dtypes, nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import normals
@@ -99,11 +99,6 @@ def problem_product(problem: QuantizedEpilogueProblem, *operands: Any) -> jax.Ar
     bias, residual = named(operands[own:], problem.bias_dtype != "none", problem.residual_dtype != "none")
     sums = quantized_reference.problem_sums(problem.product, *operands[:own])
     return finished(sums, bias, problem.activation, residual, problem.out_dtype)
-
-
-def named(after: Any, bias: bool, residual: bool) -> tuple[Any, Any]:
-    """(bias, residual) of the operands after the weight; None for one that is not there."""
-    return after[0] if bias else None, after[-1] if residual else None
 
 
 def random_operands(problem: QuantizedEpilogueProblem, seed: int) -> tuple[np.ndarray, ...]:

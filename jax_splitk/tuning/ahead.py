@@ -91,7 +91,7 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
         choice = select(problem, target, options)
         if choice.candidate == XLA or without_code(choice, target) is not None:
             return
-        if isinstance(plan := choice.candidate.plan(problem), DevicePlan):
+        if isinstance(plan := choice.candidate.plan(choice.problem), DevicePlan):
             compiler.compile_ahead([plan.source])
 
     with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import toolchain
@@ -81,8 +82,8 @@ class Key:
 
 
 def key_for(problem: Problem, target: Target) -> Key:
-    """The key of a problem's entry on `target`."""
-    return _key(problem, target, serving(problem, target))
+    """The key of a problem's entry on `target`: for a convolution with an epilogue, that of the convolution."""
+    return _key(decisive(problem), target, serving(problem, target))
 
 
 @functools.lru_cache(maxsize=4096)  # a key keeps its text and file, which take longer than the rest of a lookup
@@ -130,8 +131,8 @@ def key_from_dict(data: Any) -> Key:
 
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:
-    """Plain data that the command line accepts."""
-    return {"op": problem.op, **dataclasses.asdict(problem)}
+    """Plain data that the command line accepts: of a convolution with an epilogue, that of the convolution."""
+    return {"op": problem.op, **dataclasses.asdict(decisive(problem))}
 
 
 def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:

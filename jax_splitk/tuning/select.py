@@ -5,6 +5,7 @@ import logging
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, disk, toolchain
 from jax_splitk.runtime.compiler import CompilationError
@@ -24,7 +25,8 @@ _logger = logging.getLogger("jax_splitk")
 
 
 def select(problem: Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False) -> Choice:
-    """The choice for `problem` on `target`.
+    """The choice for `problem` on `target`. For a convolution with an epilogue it is the choice for the convolution
+    alone; the choice's problem has the epilogue if the kernel computes it.
 
     Caches, tables and the cost model need no compiler. A final choice needs its kernel's code: where no cache has that,
     and nothing here compiles it, the choice is XLA.
@@ -52,7 +54,9 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
     if choice is not None:
         # In a job a process without a compiler tells the others when it should compile (`code_of`).
         together = measure and not options.explicit and agreement.needed()
-        missing = without_code(choice, target) if final and not together else None
+        needs_code = final and not together
+        choice = _with_epilogue(choice, problem, target, needs_code)
+        missing = without_code(choice, target) if needs_code else None
         if missing is None:
             return choice
         if disk.mode() == "frozen" and not options.explicit and not options.implied:
@@ -63,6 +67,15 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
             f"{problem}: {reason}. Use implementation=None (the best that can) or implementation='xla'."
         )
     return Choice(problem, XLA, reason, kernel_blocked=would_serve(problem, target))
+
+
+def _with_epilogue(choice: Choice, problem: Problem, target: Target, needs_code: bool) -> Choice:
+    """The choice with the problem's epilogue, if it has one that the chosen kernel computes. `needs_code`: the code of
+    this kernel must be there."""
+    if decisive(problem) is problem or choice.family is None or not choice.family.finishes(problem, choice.config):
+        return choice
+    whole = dataclasses.replace(choice, problem=problem)
+    return choice if needs_code and without_code(whole, target) is not None else whole
 
 
 def _in_place(problem: Problem, target: Target, options: Options, *, measure: bool, final: bool) -> Choice:

@@ -4,6 +4,7 @@ import functools
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate
@@ -11,7 +12,7 @@ from jax_splitk.tuning.choice import Candidate
 
 def serving(problem: Problem, target: Target) -> tuple[Family, ...]:
     """The families that can compute the problem on the target."""
-    return _serving(kernels.families(problem.op), problem, target)
+    return _serving(kernels.families(problem.op), decisive(problem), target)
 
 
 @functools.lru_cache(maxsize=4096)

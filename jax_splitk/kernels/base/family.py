@@ -148,6 +148,11 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         del problem
         return cost_model.uncertainty(self.name, target)
 
+    def finishes(self, problem: _Problem, config: _Config) -> bool:
+        """Whether the kernel of a legal config also computes the epilogue of a convolution with an epilogue."""
+        del problem, config
+        return False
+
     def workspace_bytes(self, problem: _Problem, config: _Config) -> int:
         """Bytes of the workspace, the custom call's last result."""
         return 0

@@ -156,7 +156,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
         """The parameter by which a kernel stores the result."""
         return Pointer(len(self.buffers(problem, config)) - 2)
 
-    def epilogue_params(self, problem: _Problem) -> tuple[Param, ...]:
+    def epilogue_params(self, problem: _Problem, config: _Config) -> tuple[Param, ...]:
         """Parameters of the epilogue, the last ones of the kernel that stores the result."""
         return ()
 
@@ -175,7 +175,7 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
     ) -> Launch:
         """The main kernel's launch. The parameter for its output follows `params`."""
         partial = self.in_workspace(config)
-        stored = (self.result(problem, config), *self.epilogue_params(problem))
+        stored = (self.result(problem, config), *self.epilogue_params(problem, config))
         to = (self._partials(problem, config),) if partial else stored
         name = self.kernel_name(problem, self.roles[partial] if role is None else role)
         return Launch(name, self.grid(problem, config), (threads, 1, 1), (*params, *to), shared_bytes)

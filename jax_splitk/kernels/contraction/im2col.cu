@@ -21,8 +21,9 @@
 //
 // Where a stage has TAPS of a filter row, its block of A is loaded once for all of them: pixels along w are
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
-// between the lines of the images is not stored. A row of more taps has ROW_PARTS, which count as the taps of a
-// block of the reduction. Its last part ends with the row; taps that the part before has, too, are zeros of B.
+// between the lines of the images is not stored. A row of more taps has ROW_PARTS, which count as the taps of
+// a block of the reduction. Its last part ends with the row; taps that the part before has, too, are zeros of
+// B.
 //
 // A tile belongs to one group. Its columns are the group's, and those beyond are not stored. Where groups are
 // PADDED, the maps of A and of a K-major B have a dimension for the groups: TMA puts zeros in place of the
@@ -32,12 +33,14 @@
 // contraction/persistent.cuh.
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
-// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes of a block
-// of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's columns are no
-// multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see contraction/persistent.cuh), and
-// those of device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
+// A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes
+// of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's
+// columns are no multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see
+// contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
+// device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
+#include "device/epilogue.cuh"
 #include "device/split_k.cuh"
 #include "device/tile_kernel.cuh"
 #if PERSISTENT
@@ -288,17 +291,18 @@ __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map
 #include "contraction/persistent.cuh"
 #else
 
-// Stores neighbouring sums, of which those beyond the group's columns are left out.
+// Stores what becomes of neighbouring sums, of which those beyond the group's columns are left out.
 template <int N>
 __device__ __forceinline__ void store_sums(const Args& g, const Epilogue& epilogue, Output* out, Output* to,
-                                           int row, int column, const float (&sums)[N]) {
+                                           int group, int row, int column, const float (&sums)[N]) {
+  const int first = group * g.n;  // of the group's columns
 #if ODD
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (column + i < g.n) epilogue.store(out, to + i, row, column + i, {sums[i]});
+    if (column + i < g.n) epilogue.store(out, to + i, row, first + column + i, {sums[i]});
   }
 #else
-  epilogue.store(out, to, row, column, sums);
+  epilogue.store(out, to, row, first + column, sums);
 #endif
 }
 
@@ -319,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     const int row = row_of(g, tile.residue, m + 8 * half);
     if (row < 0) continue;
     Output* to = out + size_t(row) * pitch_of(g) + tile.group * g.n + col;
-    store_sums(g, epilogue, out, to, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
+    store_sums(g, epilogue, out, to, tile.group, row, col, {half ? sum.z : sum.x, half ? sum.w : sum.y});
   }
 }
 #endif
@@ -388,7 +392,8 @@ struct Conv : Layout {
 #endif
     const auto store = [&](int row, int column, const float4& v) {
       Output* to = result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
-      store_sums(g, result.epilogue, result.out, to, row_at(row), tile.n + column, {v.x, v.y, v.z, v.w});
+      store_sums(g, result.epilogue, result.out, to, tile.group, row_at(row), tile.n + column,
+                 {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);
 #endif

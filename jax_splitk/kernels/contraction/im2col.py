@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax import numpy as jnp
 
@@ -44,6 +44,7 @@ from jax_splitk.kernels.contraction.im2col_config import (
 )
 from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
+from jax_splitk.kernels.contraction.products import epilogue_macros, epilogue_params, epilogue_refusal
 from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device.split_tile import (
     BOX,
@@ -64,6 +65,7 @@ from jax_splitk.kernels.device.wgmma_tile import (
     lines_of_row,
     tile_refusal,
 )
+from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
@@ -204,6 +206,13 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             swap=(False, True),
             workers=range(1, tile_count(problem, config) + 1),
         )
+
+    def finishes(self, problem: ConvProblem, config: Config) -> bool:
+        """A persistent thread block adds a residual of 16 bits that TMA can load."""
+        if not isinstance(problem, ConvEpilogueProblem) or epilogue_refusal(problem) is not None:
+            return False
+        has_residual = config.workers > 0 and problem.residual_dtype != "none"
+        return not has_residual or (_is_stored_by_tma(problem, config) and problem.residual_dtype in refusals.HALVES)
 
     # ---- search ----------------------------------------------------------------------------------------------------
 
@@ -408,6 +417,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_mn),
             "B_WHOLE": int(is_mn and _is_whole(problem, config)),
+            **(_epilogue_macros(problem) if isinstance(problem, ConvEpilogueProblem) else {}),
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
@@ -420,7 +430,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             of_weight = operand_map(buffer, p.dtype, weight_shape(p), "bnk", config.channels, row_bytes(p))
             of_weight = _by_groups(of_weight, p) if is_padded(p) else of_weight
         operands = _lhs_map(p, config), of_weight
-        return (*operands, _result_map(p)) if _is_stored_by_tma(p, config) else operands
+        if not _is_stored_by_tma(p, config):
+            return operands
+        last = len(p.operand_types)
+        residual = (_result_map(p, last - 1, p.residual_dtype),) if _adds_by_tma(p, config) else ()
+        return *operands, _result_map(p, last, p.out_dtype), *residual
 
     def partials_offset(self, problem: ConvProblem) -> int:
         return weight_bytes(problem)
@@ -453,6 +467,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def result(self, problem: ConvProblem, config: Config) -> plan.Param:
         return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
+
+    def epilogue_params(self, problem: ConvProblem, config: Config) -> tuple[plan.Param, ...]:
+        if not isinstance(problem, ConvEpilogueProblem):
+            return ()
+        return *epilogue_params(problem), *((plan.MapParam(3),) if _adds_by_tma(problem, config) else ())
 
 
 def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:
@@ -516,11 +535,22 @@ def _is_whole(problem: ConvProblem, config: Config) -> bool:
     return config.channels >= BOX and is_whole(problem.group_channels[1])
 
 
-def _result_map(problem: ConvProblem) -> plan.TiledMap:
-    """The map of the output, with its channels by groups: columns of a tile beyond its group are not stored."""
+def _epilogue_macros(problem: ConvEpilogueProblem) -> dict[str, int]:
+    return {**epilogue_macros(problem), **field_macros(problem, "activation_last")}
+
+
+def _adds_by_tma(problem: ConvProblem, config: Config) -> TypeGuard[ConvEpilogueProblem]:
+    """Whether TMA loads a residual."""
+    has_residual = isinstance(problem, ConvEpilogueProblem) and problem.residual_dtype != "none"
+    return has_residual and _is_stored_by_tma(problem, config)
+
+
+def _result_map(problem: ConvProblem, buffer: int, dtype: str) -> plan.TiledMap:
+    """The map of the output or the residual, with its channels by groups: columns of a tile beyond its group are not
+    stored."""
     columns, groups, item = joined(problem).group_channels[1], problem.feature_group_count, 2
     dims = columns, groups, pixels(problem)
-    return plan.TiledMap(2, problem.out_dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
+    return plan.TiledMap(buffer, dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
 
 
 def _by_groups(weight: plan.TiledMap, problem: ConvProblem) -> plan.TiledMap:

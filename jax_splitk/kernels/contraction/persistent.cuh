@@ -1,18 +1,22 @@
-// The persistent kernel of contraction/im2col.cu: a thread block computes one tile after the other. While it stores
-// a tile, it multiplies the next one and loads what comes then.
+// The persistent kernel of contraction/im2col.cu: a thread block computes one tile after the other. While it
+// stores a tile, it multiplies the next one and loads what comes then.
 //
 // Warpgroup 0: warp 0 loads, others (STORERS) store. Consumer warpgroups multiply, and leave a tile's 16-bit
 // results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take turns at the
 // tiles, so that one multiplies while the other hands over its results, or stores them itself (OWN_STORES).
 //
-// Barriers: those of the stages, see contraction/im2col.cu; of each team's results `full` has an arrival of each of
-// its warps, `empty` one of each warp that stores. `turns`: each warp of the other team has waited for its
-// last stage. (Of a barrier that is more than a phase behind, the parity is wrong. So a team may not wait for
-// one before, nor one warp arrive for the others: a tile of one stage lets it come here before they have
-// waited.)
+// Barriers: those of the stages, see contraction/im2col.cu; of each team's results `full` has an arrival of
+// each of its warps, `empty` one of each warp that stores. `turns`: each warp of the other team has waited
+// for its last stage. (Of a barrier that is more than a phase behind, the parity is wrong. So a team may not
+// wait for one before, nor one warp arrive for the others: a tile of one stage lets it come here before they
+// have waited.)
 //
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
+//
+// With an epilogue the consumers finish the sums before they leave the results. Warp 2 loads a residual to
+// where the results will be. `residual` then has the bytes of a tile's residual, and its phase replaces that
+// of `empty`.
 //
 // Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the
 // weight for every tile, which is loaded once (`keeps_weight`).
@@ -67,13 +71,14 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
   });
 }
 
+#include "contraction/persistent_epilogue.cuh"
 #include "contraction/persistent_stores.cuh"
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
 __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeline<>& pipeline,
                                       uint32_t results, Handover& handover, Turns& turns,
-                                      [[maybe_unused]] const Result& out) {
+                                      [[maybe_unused]] const Result& out, const Finisher& finisher) {
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
   Position at;
@@ -95,15 +100,15 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
     if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns.at[team ^ 1]);
     wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
-#if OWN_STORES
     const uint32_t own = results + team * PACKED_BYTES;
+#if OWN_STORES
     sync_team(team);  // nobody reads the last results any more
-    stage_packed(own, warpgroup, acc);
+    finisher.stage(g, tile, own, warpgroup, acc);
     sync_team(team);
     store_own(g, part, rows, own, out);
 #else
-    handover.wait_empty({team, phase});
-    stage_packed(results + team * PACKED_BYTES, warpgroup, acc);
+    finisher.wait(handover, team, phase);
+    finisher.stage(g, tile, own, warpgroup, acc);
     if constexpr (!PHASED) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
@@ -113,11 +118,16 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-             const __grid_constant__ Args g, const __grid_constant__ Result out) {
+             const __grid_constant__ Args g,
+             const __grid_constant__ Result out EPILOGUE_PARAMETERS RESIDUAL_MAP) {
   __shared__ TilePipeline<> pipeline;
   __shared__ Handover handover;
   __shared__ Turns turns;
+#if HAS_RESIDUAL
+  __shared__ Residuals residuals;
+#endif
   const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES;
+  const Finisher finisher = FINISHER_OF_PARAMETERS;
   run_roles<TileRoles>(
       [&](int warp) {
         if (warp == 0) {
@@ -125,7 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else if (!OWN_STORES && warp <= STORERS / 32) {
           store_tiles(g, results, handover, out);
         }
+#if HAS_RESIDUAL
+        if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
+#endif
       },
-      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out); }, pipeline, handover,
-      turns);
+      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finisher); }, pipeline,
+      handover, turns RESIDUAL_BARRIERS);
 }

@@ -22,6 +22,7 @@ from jax_splitk.kernels.device.split_tile import (
 )
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.device.wgmma_tile import MAX_CHAINED_SUMS, ROW_BYTES, TILES
+from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
 
@@ -106,8 +107,13 @@ def result_refusal(problem: DotProblem) -> str | None:
     outs = [dtype for dtype in split_k.OUT_CODES if dtype != "float32" or p.dtype != E4M3]
     if p.out_dtype not in outs:
         return f"preferred_element_type {p.out_dtype}; accepted: {', '.join(outs)}"
+    return epilogue_refusal(p)
+
+
+def epilogue_refusal(problem: DotProblem | ConvEpilogueProblem) -> str | None:
+    """Why kernels cannot compute an epilogue of these dtypes; None if they can."""
     for name in ("bias_dtype", "residual_dtype"):
-        if (dtype := getattr(p, name)) not in ("none", *split_k.OUT_CODES):
+        if (dtype := getattr(problem, name)) not in ("none", *split_k.OUT_CODES):
             return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
     return None
 
@@ -133,14 +139,14 @@ def size_refusal(problem: DotProblem) -> str | None:
     return None
 
 
-def epilogue_macros(problem: DotProblem) -> dict[str, int]:
+def epilogue_macros(problem: DotProblem | ConvEpilogueProblem) -> dict[str, int]:
     """Macros of device/epilogue.cuh; none for a product without an epilogue."""
     if not problem.epilogue:
         return {}
     return epilogue.macros(problem.bias, problem.bias_dtype, problem.activation, problem.residual_dtype)
 
 
-def epilogue_params(problem: DotProblem) -> tuple[plan.Param, ...]:
+def epilogue_params(problem: DotProblem | ConvEpilogueProblem) -> tuple[plan.Param, ...]:
     """(bias, residual) of a kernel with an epilogue. A missing one is replaced by lhs, which is not read."""
     if not problem.epilogue:
         return ()
@@ -264,7 +270,7 @@ class Tma(TileFamily[DotProblem, Config]):
         lhs = operand_map(0, p.dtype, p.lhs_shape, p.lhs_order, config.tile_m)
         return lhs, operand_map(1, p.dtype, p.rhs_shape, p.rhs_order, config.tile_n)
 
-    def epilogue_params(self, problem: DotProblem) -> tuple[plan.Param, ...]:
+    def epilogue_params(self, problem: DotProblem, config: Config) -> tuple[plan.Param, ...]:
         return epilogue_params(problem)
 
 

@@ -181,4 +181,4 @@ class TileFamily(SplitFamily[_Problem, _Config]):
 
     def reduce_params(self, problem: _Problem, config: _Config) -> tuple[plan.Param, ...]:
         args = self.args(problem, config)
-        return args, *super().reduce_params(problem, config), *self.epilogue_params(problem)
+        return args, *super().reduce_params(problem, config), *self.epilogue_params(problem, config)

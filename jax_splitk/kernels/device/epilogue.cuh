@@ -1,4 +1,5 @@
-// What is made of a product's sums before they are stored: activation(sum + bias) + residual, in fp32.
+// What is made of a product's sums before they are stored: activation(sum + bias) + residual, in fp32; with
+// ACTIVATION_LAST (0) activation(sum + bias + residual).
 //
 // Macros: EPILOGUE (undefined: nothing), BIAS (0: none, 1: one of each row, 2: one of each column), BIAS_TYPE
 // and RESIDUAL_TYPE (numbers of output.cuh; of a residual NONE where there is none), ACTIVATION (0: none, 1:
@@ -6,6 +7,10 @@
 // swigluoai). Nothing is read of a bias or residual that is not there.
 
 #include "device/output.cuh"
+
+#ifndef ACTIVATION_LAST
+#define ACTIVATION_LAST 0
+#endif
 
 #if EPILOGUE
 using Bias = TypeOf<BIAS_TYPE>::type;
@@ -77,8 +82,9 @@ struct Epilogue {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       v[i] = BIAS == 0 ? sums[i] : sums[i] + float(b.v[BIAS == 1 ? 0 : i]);
-      v[i] = activated(v[i]);
+      if constexpr (!ACTIVATION_LAST) v[i] = activated(v[i]);
       if constexpr (RESIDUAL_TYPE >= 0) v[i] += float(r.v[i]);
+      if constexpr (ACTIVATION_LAST) v[i] = activated(v[i]);
     }
     store_values(to, v);
   }

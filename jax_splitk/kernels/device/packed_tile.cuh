@@ -1,4 +1,5 @@
-// The sums of a tile (wgmma_tile.cuh) as results in shared memory, from where they go to memory in whole rows.
+// The sums of a tile (wgmma_tile.cuh) as results in shared memory, from where they go to memory in whole
+// rows.
 //
 // The result's rows are those of the product, or its columns under SWAP. They lie in boxes of 64 rows, of
 // which a row is 128 bytes: 16-byte chunk i at i ^ row % 8, so that neither stores nor loads meet conflicts.
@@ -29,23 +30,44 @@ __device__ inline uint32_t packed(const float* v) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// A lane's part in a warp's access to the results of four 8x8 matrices. Lanes 8*i to 8*i+7 have the addresses
+// of the i-th of them: two halves, for j and j + 1.
+struct MatrixLane {
+  int row, odd, eight;
+
+  __device__ MatrixLane() {
+    const int lane = threadIdx.x % 32;
+    row = lane % 8, odd = lane / 16, eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
+  }
+
+  // Of sums j and j + 1 of a 64-row block.
+  __device__ uint32_t at(uint32_t tile, int block, int j) const {
+#if SWAP
+    return chunk_at(tile, j / 8, block, (j % 8 + odd) * 8 + row, eight);
+#else
+    return chunk_at(tile, block, j / 8, eight * 8 + row, j % 8 + odd);
+#endif
+  }
+
+  __device__ void store(uint32_t tile, int block, int j, const float* v) const {
+    const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
+#if SWAP
+    store_matrices_trans(at(tile, block, j), matrices);
+#else
+    store_matrices(at(tile, block, j), matrices);
+#endif
+  }
+};
+
 // 16-bit results.
 __device__ inline void stage_packed(uint32_t tile, int warpgroup, const Accumulator& acc, int part = 0) {
-  // Lanes 8*i to 8*i+7 have the addresses of the i-th of four 8x8 matrices: two halves, for j and j + 1.
-  const int lane = threadIdx.x % 32, row = lane % 8, odd = lane / 16;
-  const int eight = (threadIdx.x % 128) / 32 * 2 + lane / 8 % 2;
+  const MatrixLane lane;
 #pragma unroll
   for (int m = 0; m < M_PER_WG; ++m) {
     const int box = m * CONSUMERS + warpgroup;
 #pragma unroll
     for (int j = 0; j < TILE_N / PARTS / 8; j += 2) {
-      const float* v = &acc[m][(part * (TILE_N / PARTS / 8) + j) * 4];
-      const uint32_t matrices[4] = {packed(v), packed(v + 2), packed(v + 4), packed(v + 6)};
-#if SWAP
-      store_matrices_trans(chunk_at(tile, j / 8, box, (j % 8 + odd) * 8 + row, eight), matrices);
-#else
-      store_matrices(chunk_at(tile, box, j / 8, eight * 8 + row, j % 8 + odd), matrices);
-#endif
+      lane.store(tile, box, j, &acc[m][(part * (TILE_N / PARTS / 8) + j) * 4]);
     }
   }
 }
@@ -63,8 +85,7 @@ __device__ inline void stage_floats(uint32_t tile, int warpgroup, const Accumula
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int to_row = j * 8 + pair * 2 + i % 2, to_column = block * 64 + row + i / 2 * 8;
-        const uint32_t chunk =
-            chunk_at(tile, to_row / 64, to_column / 32, to_row % 64, to_column % 32 / 4);
+        const uint32_t chunk = chunk_at(tile, to_row / 64, to_column / 32, to_row % 64, to_column % 32 / 4);
         store_shared(chunk + to_column % 4 * 4, v[i]);
       }
 #else
@@ -84,8 +105,8 @@ __device__ inline void stage_result(uint32_t tile, int warpgroup, const Accumula
   }
 }
 
-// visit(row and column of the result in the tile, byte from the tile's first) for the boxes that a consumer has
-// of a part.
+// visit(row and column of the result in the tile, byte from the tile's first) for the boxes that a consumer
+// has of a part.
 template <class Visit>
 __device__ inline void for_boxes(int warpgroup, int part, const Visit& visit) {
   for (int m = 0; m < M_PER_WG; ++m) {

@@ -69,9 +69,9 @@ class Tried:
 
     @functools.cached_property
     def runs(self) -> list[tuple[ConvProblem, Any]]:
-        """The problems and configs of tests/every_kernel.py."""
+        """The problems and configs of tests/every_kernel.py, without those with epilogues."""
         found = [run for run in every_kernel.RUNS if run.family in self.families.values()]
-        return [(run.problem, run.config) for run in found if isinstance(run.problem, ConvProblem)]
+        return [(run.problem, run.config) for run in found if type(run.problem) in self.families]
 
     def random(self, rng: Rng, kind: type[Any], most: float = 3e7) -> Any:
         """A problem that the family serves, with at most `most` operations."""
