@@ -109,6 +109,7 @@ def without_code(choice: Choice, target: Target) -> str | None:
 def _why_xla(problem: Problem, target: Target, options: Options) -> str:
     """Why no family serves: each reason once, with its families. Other platforms' families are mentioned only where one
     of them was asked for."""
+    problem = decisive(problem)
     names: dict[str, list[str]] = {}
     for family in kernels.families(problem.op, None if options.explicit else target.platform):
         if _is_asked_for(family, options):

@@ -22,11 +22,13 @@ def _serving(families: tuple[Family, ...], problem: Problem, target: Target) -> 
 
 def would_serve(problem: Problem, target: Target) -> bool:
     """Whether a kernel for Hopper can compute the problem, and is likely to be faster than XLA's."""
-    return target.is_hopper and any(f.why_xla_untuned(problem) is None for f in serving(problem, target))
+    alone = decisive(problem)
+    return target.is_hopper and any(f.why_xla_untuned(alone) is None for f in serving(alone, target))
 
 
 def why_not_tuned(problem: Problem, target: Target) -> str | None:
     """Why lowering does not measure a problem that a kernel can compute: XLA is known to be as fast. None if it
     does."""
-    reasons = [family.why_not_tuned(problem) for family in serving(problem, target)]
+    alone = decisive(problem)
+    reasons = [family.why_not_tuned(alone) for family in serving(alone, target)]
     return reasons[0] if reasons and None not in reasons else None

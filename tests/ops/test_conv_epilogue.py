@@ -141,6 +141,16 @@ def test_other_kernels_leave_the_epilogue_to_xla() -> None:
         assert text.count(LAUNCH_TARGET) == 1 and "stablehlo.add" in text
 
 
+def test_what_no_kernel_should_compute_is_xlas() -> None:
+    """Families are asked about the convolution alone."""
+    x, w, bias = types((64, 56, 56, 64), (1, 1, 64, 256), (256,))
+    layer = functools.partial(jax_splitk.conv_fprop, **DENSE, activation="relu")
+    (decision,) = jax_splitk.explain(lambda x, w, b: layer(x, w, bias=b), x, w, bias, platform="cuda").decisions
+    assert decision.implementation == "xla" and "was not measured" in decision.why
+    with pytest.raises(NotImplementedError, match="precision 'highest'"):
+        on_cuda(lambda x, w: layer(x, w, implementation="cutlass", precision="highest"), *types((8, 9, 9, 64), (3, 3, 64, 64), dtype=jnp.float32))
+
+
 def test_what_xla_computes_is_what_lax_would_trace() -> None:
     """XLA fuses a bias and ReLU into its convolution only in the result's dtype."""
     x, w, bias = types((4, 14, 14, 16), (3, 3, 16, 24), (24,))
