@@ -119,7 +119,7 @@ def test_the_kernel_of_the_convolution_computes_the_epilogue() -> None:
 
 
 def test_other_kernels_leave_the_epilogue_to_xla() -> None:
-    """A depthwise convolution, a residual in float32 beside results that TMA stores, and a transposed convolution."""
+    """A depthwise convolution, a float32 residual of a persistent thread block, and a transposed convolution."""
     (bias,) = types((64,))
     for arguments, shapes, residual_dtype, config in (
         ({"feature_group_count": 64}, ((8, 28, 28, 64), (3, 3, 1, 64)), "bfloat16", None),
@@ -148,7 +148,10 @@ def test_what_no_kernel_should_compute_is_xlas() -> None:
     (decision,) = jax_splitk.explain(lambda x, w, b: layer(x, w, bias=b), x, w, bias, platform="cuda").decisions
     assert decision.implementation == "xla" and "was not measured" in decision.why
     with pytest.raises(NotImplementedError, match="precision 'highest'"):
-        on_cuda(lambda x, w: layer(x, w, implementation="cutlass", precision="highest"), *types((8, 9, 9, 64), (3, 3, 64, 64), dtype=jnp.float32))
+        on_cuda(
+            lambda x, w: layer(x, w, implementation="cutlass", precision="highest"),
+            *types((8, 9, 9, 64), (3, 3, 64, 64), dtype=jnp.float32),
+        )
 
 
 def test_what_xla_computes_is_what_lax_would_trace() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_splitk.kernels.base import cost_model, forest
 from jax_splitk.kernels.base.geometry import bytes_touched
+from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
@@ -125,6 +126,8 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
         return Estimate(features(problem, target).floor * _GROUPED_FACTOR, _GROUPED_UNCERTAINTY)
     if isinstance(problem, QuantizedEpilogueProblem):
         return estimate_by(of, problem.product, target)  # XLA fuses the epilogue
+    if isinstance(problem, ConvEpilogueProblem):
+        return estimate_by(of, problem.convolution, target)  # likewise
     if isinstance(problem, QuantizedTransposedProblem):
         return estimate_by(of, problem.forward, target)  # the same weight is dequantized, and multiplied as often
     # The trees see the problem as on the default device; the estimate then follows the device's own rates.

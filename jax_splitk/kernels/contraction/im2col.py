@@ -208,11 +208,10 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         )
 
     def finishes(self, problem: ConvProblem, config: Config) -> bool:
-        """A persistent thread block adds a residual of 16 bits that TMA can load."""
+        """Persistent thread blocks load a residual of 16 bits to where their results will be."""
         if not isinstance(problem, ConvEpilogueProblem) or epilogue_refusal(problem) is not None:
             return False
-        has_residual = config.workers > 0 and problem.residual_dtype != "none"
-        return not has_residual or (_is_stored_by_tma(problem, config) and problem.residual_dtype in refusals.HALVES)
+        return not config.workers or problem.residual_dtype in ("none", *refusals.HALVES)
 
     # ---- search ----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,8 @@
 // A thread block takes all phases of its pixels in turns: it has as much to do as the others, and writes
 // neighbouring pixels at about the same time. Each phase has taps.
 //
-// With an epilogue the consumers finish the sums before they leave the results. Warp 2 loads a residual to
-// where the results will be. `residual` then has the bytes of a tile's residual, and its phase replaces that
-// of `empty`.
+// With an epilogue the consumers finish the sums before they leave the results, see
+// contraction/persistent_epilogue.cuh. With a residual they wait for it in place of `empty`.
 //
 // Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the
 // weight for every tile, which is loaded once (`keeps_weight`).
@@ -93,6 +92,7 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
 #if OWN_STORES
     const Part part(g, tile, threadIdx.x % 128);
     const Rows rows(g, tile, part);
+    load_own_residual(g, part, rows, results + team * PACKED_BYTES, finisher);
 #endif
     if constexpr (TEAMS > 1) Barrier::wait(&turns.at[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
@@ -102,7 +102,8 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
     if (threadIdx.x % 128 == 0) pipeline.release(last);
     const uint32_t own = results + team * PACKED_BYTES;
 #if OWN_STORES
-    sync_team(team);  // nobody reads the last results any more
+    wait_own_residual();
+    sync_team(team);  // nobody reads the last results any more, and the residual is there
     finisher.stage(g, tile, own, warpgroup, acc);
     sync_team(team);
     store_own(g, part, rows, own, out);
@@ -133,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp == 0) {
           load_tiles(a_map, b_map, g, stages, pipeline);
         } else if (!OWN_STORES && warp <= STORERS / 32) {
-          store_tiles(g, results, handover, out);
+          store_tiles(g, results, handover, out, finisher);
         }
-#if HAS_RESIDUAL
+#if HAS_RESIDUAL && !PHASED
         if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
 #endif
       },

@@ -1,17 +1,26 @@
 // How the consumers of a persistent kernel (contraction/persistent.cuh) compute the epilogue
 // (device/epilogue.cuh) of a tile's sums, and leave the results in shared memory (device/packed_tile.cuh).
 //
-// A residual comes by TMA to where the results will be, and each thread replaces what it has read. `full`
-// counts the residual's bytes. Its loads begin once the results before it are stored (`empty` of the
-// handover).
+// A residual comes to where the results will be, and each thread replaces what it has read. Its loads begin
+// once the results before it are stored. Where TMA stores the results, warp 2 lets it load the residual:
+// `residuals` counts the bytes. Where threads store them, the same threads load
+// (contraction/persistent_stores.cuh), and each of their warps arrives at `residuals`; with OWN_STORES the
+// team synchronises.
 
 #if EPILOGUE && RESIDUAL_TYPE >= 0
 #define HAS_RESIDUAL 1
-#define RESIDUAL_MAP , const __grid_constant__ TensorMap residual_map
 #define RESIDUAL_BARRIERS , residuals
 #define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS, residuals}
-static_assert(!PHASED && RESIDUAL_TYPE != FLOAT);
-using Residuals = Barriers<TEAMS, 1>;
+static_assert(RESIDUAL_TYPE != FLOAT);
+using Residuals = Barriers<TEAMS, PHASED ? STORERS / 32 : 1>;
+#else
+#define HAS_RESIDUAL 0
+#define RESIDUAL_BARRIERS
+#define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS}
+#endif
+
+#if HAS_RESIDUAL && !PHASED
+#define RESIDUAL_MAP , const __grid_constant__ TensorMap residual_map
 
 // By a warp of its own, of which every lane walks, as the one that loads tiles.
 __device__ inline void load_residuals(const Args& g, uint32_t results, Handover& handover,
@@ -37,10 +46,7 @@ __device__ inline void load_residuals(const Args& g, uint32_t results, Handover&
   });
 }
 #else
-#define HAS_RESIDUAL 0
 #define RESIDUAL_MAP
-#define RESIDUAL_BARRIERS
-#define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS}
 #endif
 
 #if EPILOGUE

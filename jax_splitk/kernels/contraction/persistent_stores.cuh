@@ -27,9 +27,17 @@ struct Part {
 
   __device__ int row(int i) const { return first + i * ROWS_AT_A_TIME; }
 
-  __device__ uint4 load(uint32_t from, int row) const {
-    return load_shared<uint4>(chunk_at(from, row / 64, chunk / 8, row % 64, chunk % 8));
+  __device__ uint32_t at(uint32_t tile, int row) const {
+    return chunk_at(tile, row / 64, chunk / 8, row % 64, chunk % 8);
   }
+  __device__ uint4 load(uint32_t from, int row) const { return load_shared<uint4>(at(from, row)); }
+
+#if HAS_RESIDUAL
+  // Begins to load the residual of the row whose number in the output is `of`, -1 outside of it.
+  __device__ void load_residual(const Args& g, const Residual* residual, int of, uint32_t to, int row) const {
+    if (of >= 0) copy_async<16>(at(to, row), residual + size_t(of) * pitch_of(g) + column, 16);
+  }
+#endif
 
   // `to`: the number of the row in the output, -1 outside of it.
   __device__ void store(const Args& g, Output* out, int to, const uint4& v) const {
@@ -69,6 +77,25 @@ __device__ inline void store_own(const Args& g, const Part& part, const Rows& ro
   for (int i = 0; i < ROWS_OF_THREAD; ++i) part.store(g, out, rows.at[i], v[i]);
 }
 
+// Before the products, so that these hide the loads.
+__device__ inline void load_own_residual([[maybe_unused]] const Args& g, [[maybe_unused]] const Part& part,
+                                         [[maybe_unused]] const Rows& rows, [[maybe_unused]] uint32_t to,
+                                         [[maybe_unused]] const Finisher& finisher) {
+#if HAS_RESIDUAL
+#pragma unroll
+  for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+    part.load_residual(g, finisher.epilogue.residual, rows.at[i], to, part.row(i));
+  }
+  commit_copies();
+#endif
+}
+
+__device__ inline void wait_own_residual() {
+#if HAS_RESIDUAL
+  wait_copies<0>();
+#endif
+}
+
 // ---- by the warps beside the one that loads ----
 
 constexpr int BATCH = 8;  // chunks that a thread has under way
@@ -80,6 +107,18 @@ __device__ inline void find_rows(const Args& g, const Axes& residue, int m, int*
   for (int row = threadIdx.x - 32; row < PIXELS; row += STORERS) rows[row] = row_of(g, residue, m + row);
   sync_threads<STORERS, 1>();
 }
+
+#if HAS_RESIDUAL
+// Loads the residual of the part.
+__device__ inline void load_part(const Args& g, const Part& part, const Residual* residual, const int* rows,
+                                 uint32_t to) {
+#pragma unroll 1
+  for (int row = part.first; row < PIXELS; row += ROWS_AT_A_TIME) {
+    part.load_residual(g, residual, rows[row], to, row);
+  }
+  commit_copies();
+}
+#endif
 
 // Stores the part; the tile's results are at `from`.
 __device__ inline void store_part(const Args& g, const Part& part, uint32_t from, const int* rows,
@@ -98,7 +137,8 @@ __device__ inline void store_part(const Args& g, const Part& part, uint32_t from
   }
 }
 
-__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, Output* out) {
+__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, Output* out,
+                                   [[maybe_unused]] const Finisher& finisher) {
   // Behind the results, in what is left of the bytes that the alignment of the stages may take.
   int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
   for_tiles(g, [&](const Tile& tile, int turn) {
@@ -106,6 +146,12 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Handover& ha
     find_rows(g, tile.residue, tile.m, rows);
     const int team = turn % TEAMS;
     const uint32_t from = results + team * PACKED_BYTES;
+#if HAS_RESIDUAL
+    if (part.inside) load_part(g, part, finisher.epilogue.residual, rows, from);
+    wait_copies<0>();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Barrier::arrive(&finisher.residuals.at[team]);
+#endif
     Barrier::wait(&handover.full[team], turn / TEAMS & 1);
     if (part.inside) store_part(g, part, from, rows, out);
     __syncwarp();
@@ -116,8 +162,8 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Handover& ha
 using Result = TensorMap;
 
 // TMA stores boxes of 64 rows and 64 channels. Every lane walks, as the one that loads.
-__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover,
-                                   const TensorMap& out) {
+__device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, const TensorMap& out,
+                                   const Finisher&) {
   const bool lead = elect_one();
   for_tiles(g, [&](const Tile& tile, int turn) {
     const int team = turn % TEAMS;

@@ -1,11 +1,12 @@
 """Forward convolutions whose kernels compute an epilogue, in the emulator."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from jax_splitk.kernels.contraction import im2col
-from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
+from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem, decisive
 from tests import every_kernel
 from tests.every_kernel import Run
 from tests.exhaustive import thinned
@@ -23,17 +24,15 @@ def test_exact_on_integers_in_any_order_of_threads(run: Run) -> None:
 
 
 def test_which_epilogues_a_config_computes() -> None:
-    """TMA adds a residual only where it stores the result, and both have 16 bits."""
-    stored_by_tma, stored_by_threads = RUNS[0], RUNS[4]
-    for run, residual, finishes in (
-        (stored_by_tma, "float16", True),
-        (stored_by_tma, "float32", False),
-        (stored_by_threads, "bfloat16", False),
-        (RUNS[7], "float32", True),
-        (RUNS[7], "float64", False),
+    """A persistent thread block loads a residual of 16 bits only."""
+    persistent, other = RUNS[0], RUNS[-1]
+    for run, changes, finishes in (
+        (persistent, {"residual_dtype": "float16"}, True),
+        (persistent, {"residual_dtype": "float32"}, False),
+        (other, {"residual_dtype": "float32"}, True),
+        (other, {"residual_dtype": "float64"}, False),
+        (other, {"bias_dtype": "float64"}, False),
     ):
-        p = dataclasses.replace(run.problem, residual_dtype=residual)
+        p: Any = dataclasses.replace(run.problem, **changes)
         assert im2col.FPROP.finishes(p, run.config) == finishes, (p, run.config)
-    assert not im2col.FPROP.finishes(dataclasses.replace(RUNS[7].problem, bias_dtype="float64"), RUNS[7].config)
-    plain = RUNS[7].problem.convolution
-    assert not im2col.FPROP.finishes(plain, RUNS[7].config)
+    assert not im2col.FPROP.finishes(decisive(other.problem), other.config)
