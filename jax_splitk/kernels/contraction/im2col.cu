@@ -390,12 +390,29 @@ struct Conv : Layout {
     const auto row_at = [&](int row) { return tile.m + row; };
     const auto inside = [&](int row, int column) { return tile.m + row < g.m && tile.n + column < g.n; };
 #endif
+    // As they are added up, so is the machine code.
+    const auto place = [&](int row, int column) {
+      return result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
+    };
+#if EPILOGUE && RESIDUAL_TYPE >= 0 && !ODD
+    const auto load = [&](int row, int column) {
+      return result.epilogue.load_residual<4>(result.out, place(row, column));
+    };
+    const auto store = [&](int row, int column, const float4& v, const Vec<Residual, 4>& residual) {
+      const int channel = tile.group * g.n + tile.n + column;
+      result.epilogue.store(residual, place(row, column), row_at(row), channel, {v.x, v.y, v.z, v.w});
+    };
+    sync_threads<CONSUMER_THREADS, 1>();  // nobody reads the stages any more
+    stage_sums(stages, warpgroup, acc);
+    sync_threads<CONSUMER_THREADS, 1>();
+    store_rows_ahead(stages, inside, load, store);
+#else
     const auto store = [&](int row, int column, const float4& v) {
-      Output* to = result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
-      store_sums(g, result.epilogue, result.out, to, tile.group, row_at(row), tile.n + column,
+      store_sums(g, result.epilogue, result.out, place(row, column), tile.group, row_at(row), tile.n + column,
                  {v.x, v.y, v.z, v.w});
     };
     store_tile(stages, split, warpgroup, acc, inside, store);
+#endif
 #endif
   }
 };

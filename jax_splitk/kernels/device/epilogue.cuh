@@ -69,16 +69,28 @@ struct Epilogue {
     }
   }
 
+  // The residual of neighbours in a row, at `to` in the result; zeros where there is none.
+  template <int N>
+  __device__ Vec<Residual, N> load_residual(const Output* result, const Output* to) const {
+    Vec<Residual, N> r = {};
+    if constexpr (RESIDUAL_TYPE >= 0)
+      r = *reinterpret_cast<const Vec<Residual, N>*>(residual + (to - result));
+    return r;
+  }
+
   // Stores what becomes of neighbours in a row, at `to` in the result.
   template <int N>
   __device__ void store(const Output* result, Output* to, int row, int column, const float (&sums)[N]) const {
+    store(load_residual<N>(result, to), to, row, column, sums);
+  }
+
+  template <int N>
+  __device__ void store(const Vec<Residual, N>& r, Output* to, int row, int column,
+                        const float (&sums)[N]) const {
     float v[N];
     Vec<Bias, N> b = {};
-    Vec<Residual, N> r = {};
     if constexpr (BIAS == 1) b.v[0] = bias[row];
     if constexpr (BIAS == 2) b = *reinterpret_cast<const Vec<Bias, N>*>(bias + column);
-    if constexpr (RESIDUAL_TYPE >= 0)
-      r = *reinterpret_cast<const Vec<Residual, N>*>(residual + (to - result));
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       v[i] = BIAS == 0 ? sums[i] : sums[i] + float(b.v[BIAS == 1 ? 0 : i]);

@@ -123,6 +123,36 @@ __device__ inline void store_rows(uint32_t sums, int first, int rows, const Insi
   }
 }
 
+#if EPILOGUE && RESIDUAL_TYPE >= 0
+constexpr int ROWS_AHEAD = 8;
+
+// `store_rows` of a whole tile, where each thread loads the residuals of ROWS_AHEAD rows before it stores the
+// first of them: the compiler moves no load before a store. load(row, column) returns the residual of four
+// neighbours, and store(row, column, sums, residual) takes it.
+template <class Inside, class Load, class Store>
+__device__ inline void store_rows_ahead(uint32_t sums, const Inside& inside, const Load& load,
+                                        const Store& store) {
+  constexpr int ALL = TILE_M * CHUNKS;
+#pragma unroll 1
+  for (int first = threadIdx.x - 128; first < ALL; first += ROWS_AHEAD * CONSUMER_THREADS) {
+    Vec<Residual, 4> residual[ROWS_AHEAD];
+    bool is_inside[ROWS_AHEAD];
+#pragma unroll
+    for (int k = 0; k < ROWS_AHEAD; ++k) {
+      const int i = first + k * CONSUMER_THREADS, row = i / CHUNKS, column = i % CHUNKS * 4;
+      is_inside[k] = i < ALL && inside(row, column);
+      if (is_inside[k]) residual[k] = load(row, column);
+    }
+#pragma unroll
+    for (int k = 0; k < ROWS_AHEAD; ++k) {
+      const int i = first + k * CONSUMER_THREADS, row = i / CHUNKS, column = i % CHUNKS * 4;
+      if (is_inside[k])
+        store(row, column, load_shared<float4>(sums + (row * PITCH + column) * 4), residual[k]);
+    }
+  }
+}
+#endif
+
 // By all consumers, once each has its sums.
 template <class Inside, class Store>
 __device__ inline void store_tile(uint32_t stages, int split, int warpgroup, const Accumulator& acc,
