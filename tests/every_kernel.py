@@ -497,7 +497,7 @@ def _dense_passes() -> Iterator[Run]:
 
 
 def conv_epilogue_runs() -> Iterator[Run]:
-    """Dense forward passes with every part of an epilogue, by every way to store results."""
+    """Forward passes with every part of an epilogue, by every way to store results."""
 
     def persistent(tile_m: int, tile_n: int, swap: bool, workers: int, taps: int = 1) -> Any:
         config = conv_im2col.Config(tile_m, tile_n, 2, taps=taps, swap=swap, workers=workers)
@@ -535,6 +535,13 @@ def conv_epilogue_runs() -> Iterator[Run]:
         p = conv_of(ConvFpropProblem, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         given = {"bias_dtype": bias, "activation": activation, "residual_dtype": residual}
         yield Run(conv_im2col.FPROP, with_epilogue(p, **given, **more), config)
+    for size, kernel, channels, config, epilogue in (
+        ((12, 20), (4, 4), (4, 136), (64, 64, 5), {"bias_dtype": "float32", "activation": "relu"}),
+        ((20, 28), (2, 2), (40, 136), (64, 128, 4, 2, "workspace"),
+         {"bias_dtype": "bfloat16", "activation": "relu", "residual_dtype": "bfloat16", **last}),
+    ):  # fmt: skip
+        p = conv_of(ConvFpropProblem, size, kernel, channels, stride=kernel, out_dtype="bfloat16")
+        yield Run(patch.FPROP, with_epilogue(p, **epilogue), dot_tma.Config(*config))
 
 
 def _patches() -> Iterator[Run]:

@@ -273,9 +273,9 @@ def conv_general_dilated(
     mapped input) or more output channels (without).
 
     With an epilogue the result is activation(convolution + bias) + residual, or with `activation_last`
-    activation(convolution + bias + residual). The family fprop_im2col computes it in
-    float32 of the whole sum, in the same kernel. The kernel is chosen for the convolution alone. XLA computes the
-    epilogue of other convolutions: with a kernel, from the convolution rounded to the result's dtype; without one, as
+    activation(convolution + bias + residual). The families fprop_im2col and fprop_patch compute it in the kernel of the
+    convolution, in float32 of the whole sum. The kernel is chosen for the convolution alone. After other kernels XLA
+    computes the epilogue, from the convolution rounded to the result's dtype. After its own convolution it computes what
     lax would, so that it can fuse it. Under differentiation of an activation the rounded convolution is kept, and XLA
     computes the epilogue.
 

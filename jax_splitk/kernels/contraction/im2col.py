@@ -44,7 +44,7 @@ from jax_splitk.kernels.contraction.im2col_config import (
 )
 from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
-from jax_splitk.kernels.contraction.products import epilogue_macros, epilogue_params, epilogue_refusal
+from jax_splitk.kernels.contraction.products import epilogue_macros, epilogue_params, epilogue_refusal, order_macros
 from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device.split_tile import (
     BOX,
@@ -416,7 +416,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_mn),
             "B_WHOLE": int(is_mn and _is_whole(problem, config)),
-            **(_epilogue_macros(problem) if isinstance(problem, ConvEpilogueProblem) else {}),
+            **(epilogue_macros(problem) if isinstance(problem, ConvEpilogueProblem) else {}),
+            **order_macros(problem),
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
@@ -532,10 +533,6 @@ def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:
 def _is_whole(problem: ConvProblem, config: Config) -> bool:
     """Whether tiles begin and end at the boxes of a forward pass's weight."""
     return config.channels >= BOX and is_whole(problem.group_channels[1])
-
-
-def _epilogue_macros(problem: ConvEpilogueProblem) -> dict[str, int]:
-    return {**epilogue_macros(problem), **field_macros(problem, "activation_last")}
 
 
 def _adds_by_tma(problem: ConvProblem, config: Config) -> TypeGuard[ConvEpilogueProblem]:

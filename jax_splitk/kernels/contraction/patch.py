@@ -17,6 +17,7 @@ from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.contraction.products import Config
 from jax_splitk.kernels.device.split_tile import BOX, operand_map
 from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.runtime.plan import Buffer, Im2colMap, TiledMap
@@ -109,7 +110,7 @@ class _Products(tma.Tma):
         )
 
     def macros(self, problem: Any, config: Config) -> dict[str, int]:
-        return super().macros(problem, config) | {"PATCH": problem.patch}
+        return super().macros(problem, config) | {"PATCH": problem.patch} | tma.order_macros(problem.conv)
 
     def buffers(self, problem: Any, config: Config) -> tuple[Buffer, ...]:
         return call_buffers(problem.conv, self.workspace_bytes(problem, config))
@@ -136,7 +137,14 @@ class Patch(Translated[ConvProblem, Config]):
             1: (pixels, p.out_channels, chunk, ("bmk", "bkn")),
             2: (chunk, p.out_channels, pixels, ("bkm", "bkn")),
         }[self._patch]
-        return _Product(1, m, n, k, *orders, p.dtype, p.out_dtype, conv=p, patch=self._patch)
+        product = _Product(1, m, n, k, *orders, p.dtype, p.out_dtype, conv=p, patch=self._patch)
+        if not isinstance(p, ConvEpilogueProblem):
+            return product
+        epilogue = {name: getattr(p, name) for name in ("bias", "bias_dtype", "activation", "residual_dtype")}
+        return dataclasses.replace(product, **epilogue)
+
+    def finishes(self, problem: ConvProblem, config: Config) -> bool:
+        return isinstance(problem, ConvEpilogueProblem) and tma.epilogue_refusal(problem) is None
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem

@@ -7,9 +7,11 @@ computes the epilogue (device/epilogue.cuh).
 
 import dataclasses
 import math
+from typing import Any
 
 from jax import numpy as jnp
 
+from jax_splitk.kernels.base.family import field_macros
 from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device import epilogue, split_k
 from jax_splitk.kernels.device.split_tile import (
@@ -144,6 +146,11 @@ def epilogue_macros(problem: DotProblem | ConvEpilogueProblem) -> dict[str, int]
     if not problem.epilogue:
         return {}
     return epilogue.macros(problem.bias, problem.bias_dtype, problem.activation, problem.residual_dtype)
+
+
+def order_macros(problem: Any) -> dict[str, int]:
+    """The macro that says in which order the epilogue of a convolution adds a residual; none for other problems."""
+    return field_macros(problem, "activation_last") if isinstance(problem, ConvEpilogueProblem) else {}
 
 
 def epilogue_params(problem: DotProblem | ConvEpilogueProblem) -> tuple[plan.Param, ...]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from jax_splitk.kernels.contraction import im2col
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem, decisive
 from tests import every_kernel
 from tests.every_kernel import Run
@@ -15,17 +14,17 @@ from tests.kernels import emulated
 RUNS = list(every_kernel.conv_epilogue_runs())
 
 
-@pytest.mark.parametrize("run", thinned(RUNS, 3, lambda run: f"{run.problem.epilogue}-{run.config}"))
+@pytest.mark.parametrize("run", thinned(RUNS, 3))
 def test_exact_on_integers_in_any_order_of_threads(run: Run) -> None:
     assert isinstance(run.problem, ConvEpilogueProblem)
-    assert im2col.FPROP.finishes(run.problem, run.config)
+    assert run.family.finishes(run.problem, run.config)
     for seed in range(3):
-        emulated.check(im2col.FPROP, run.problem, run.config, seed)
+        emulated.check(run.family, run.problem, run.config, seed)
 
 
 def test_which_epilogues_a_config_computes() -> None:
     """A persistent thread block loads a residual of 16 bits only."""
-    persistent, other = RUNS[0], RUNS[-1]
+    persistent, other = RUNS[0], next(run for run in RUNS if run.problem.dtype == "float32")
     for run, changes, finishes in (
         (persistent, {"residual_dtype": "float16"}, True),
         (persistent, {"residual_dtype": "float32"}, False),
@@ -34,5 +33,5 @@ def test_which_epilogues_a_config_computes() -> None:
         (other, {"bias_dtype": "float64"}, False),
     ):
         p: Any = dataclasses.replace(run.problem, **changes)
-        assert im2col.FPROP.finishes(p, run.config) == finishes, (p, run.config)
-    assert not im2col.FPROP.finishes(decisive(other.problem), other.config)
+        assert run.family.finishes(p, run.config) == finishes, (p, run.config)
+    assert not other.family.finishes(decisive(other.problem), other.config)

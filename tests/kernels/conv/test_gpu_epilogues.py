@@ -50,9 +50,8 @@ def layer_runs() -> dict[ConvEpilogueProblem, list[Any]]:
 
 
 def device_code() -> set[compiler.Source]:
-    layers = ((p, config) for p, configs in layer_runs().items() for config in configs)
-    runs: Any = [*((run.problem, run.config) for run in EXACT), *layers]
-    return {FAMILY.plan(p, config).source for p, config in runs}
+    layers = (FAMILY.plan(p, config).source for p, configs in layer_runs().items() for config in configs)
+    return {*(run.plan.source for run in EXACT), *layers}
 
 
 def normals(p: ConvEpilogueProblem, salt: int) -> list[jax.Array]:
@@ -65,7 +64,7 @@ def run(p: ConvEpilogueProblem, config: Any) -> Any:
     return jax.jit(lambda *operands: execute.call(call, p, *operands))
 
 
-@pytest.mark.parametrize("given", EXACT, ids=lambda given: f"{given.problem.epilogue}-{given.config}")
+@pytest.mark.parametrize("given", EXACT, ids=str)
 def test_integers_are_exact_whatever_the_results_memory_held(given: every_kernel.Run) -> None:
     p = given.problem
     assert isinstance(p, ConvEpilogueProblem)
