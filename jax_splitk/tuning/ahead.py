@@ -86,7 +86,7 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
     def begin() -> None:
         if measure and (measured := measured_first(key_for(problem, target), options)) is not None:
             if not agreement.needed():  # in a job nothing must disturb process 0, which measures
-                tuner.enqueue(measured, options.workspace_limit)
+                tuner.enqueue(measured, options.workspace_limit, problem)
             return
         choice = select(problem, target, options)
         if choice.candidate == XLA or without_code(choice, target) is not None:

@@ -126,7 +126,6 @@ class Bench:
 
     running: tuple[Candidate, float] | None = None
     waited = 0.0
-    _begun: tuple[list[Candidate], concurrent.futures.Future[list[Contestant | str]] | None] = ([], None)
     _xlas: Sequence[jax.Array] = ()  # results of XLA's contestant for operands of each kind, once that has run
 
     def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
@@ -164,17 +163,14 @@ class Bench:
         reference = jax.jit(lambda *operands: function(full, *operands), compiler_options=options)
         return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
-    def begin(self, candidates: Sequence[Candidate], meanwhile: concurrent.futures.Executor) -> None:
-        """Begins to compile candidates for a GPU, which `prepare` will be asked for, while something else is done."""
-        if self.platform == "cuda":
-            self._begun = list(candidates), meanwhile.submit(self._compiled, candidates)
-
     def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
         """Compiles candidates in parallel and checks their results. Returns those that work, and a measurement with an
         error for each of the others."""
-        begun, future = self._begun
-        outcomes = future.result() if future is not None and begun == candidates else self._compiled(candidates)
-        contestants, failures = [], []
+        plans = compile_together(self.problem, candidates, self.given_up)
+        failures = []
+        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
+        contestants = []
         for candidate, outcome in zip(candidates, outcomes, strict=True):
             if isinstance(outcome, str):
                 failures.append(Measurement(candidate, None, outcome))
@@ -185,12 +181,6 @@ class Bench:
             else:
                 failures.append(Measurement(candidate, None, wrong))
         return contestants, failures
-
-    def _compiled(self, candidates: Sequence[Candidate]) -> list[Contestant | str]:
-        """A contestant of each candidate, or why it did not compile."""
-        plans = compile_together(self.problem, candidates, self.given_up)
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            return list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
 
     @usual_settings()  # it runs in threads of a pool, which have settings of their own
     def _compile(self, candidate: Candidate, plan: Any) -> Contestant:

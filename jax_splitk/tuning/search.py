@@ -194,12 +194,10 @@ class Search:
         return list(dict.fromkeys([*self._first[:1], *held, *self._first]))
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
-        """The bench, and XLA on it, while the first candidates and their executables compile: XLA takes seconds to
-        choose cuDNN's kernels."""
+        """The bench, and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
             meanwhile.submit(self._compile_now, first[: self._at_once])
             bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
-            bench.begin(first[: self._at_once], meanwhile)
             prepared, failed = bench.prepare([XLA])
         if prepared:
             (self.xla,) = prepared

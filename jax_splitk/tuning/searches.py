@@ -20,6 +20,7 @@ class Searches:
         measure it once.
       running: searches that run, or whose entries nobody has taken yet.
       queue: searches that may come next.
+      awaiting: problems of traced operations for which the decision of a search may hold, which is for another problem.
       traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
       abandoned: cancelled searches whose threads may still run.
       unsaved: measurements that could not be stored, so that a process measures a problem once in any case.
@@ -30,6 +31,7 @@ class Searches:
         self.turn = threading.Lock()
         self.running: dict[tuple[Key, int], Any] = {}
         self.queue: dict[tuple[Key, int], Any] = {}
+        self.awaiting: dict[tuple[Key, int], list[Problem]] = {}
         self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
         self.abandoned: list[Any] = []
         self.unsaved: dict[Key, Entry] = {}

@@ -21,12 +21,14 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 
+from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
-from jax_splitk.tuning import agreement, searches, siblings, store
-from jax_splitk.tuning.choice import Candidate
+from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.tuning import agreement, buckets, searches, siblings, store
+from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import Key
+from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import ROTATED_BYTES, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import Search
@@ -139,7 +141,10 @@ def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | N
     def work() -> None:
         try:
             with usual_settings(), compiler.pool.sparing(_MEASUREMENTS_CORES):
-                result.set_result(search.run())
+                entry = search.run()
+                with contextlib.suppress(Exception):  # an error is raised again when the other problem is lowered
+                    _prepare_represented(entry, workspace_limit)
+                result.set_result(entry)
         except BaseException as error:
             result.set_exception(error)
 
@@ -193,13 +198,28 @@ def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Ite
         _clear_queue()
 
 
-def enqueue(key: Key, workspace_limit: int) -> None:
-    """Notes that a lowering may ask for a key."""
+def enqueue(key: Key, workspace_limit: int, problem: Problem) -> None:
+    """Notes that a lowering may ask for a key, to decide for a problem."""
     searches.state.queue.setdefault((key, workspace_limit), Queued())
+    if problem != key.problem:
+        searches.state.awaiting.setdefault((key, workspace_limit), []).append(problem)
+
+
+def _prepare_represented(entry: Entry, workspace_limit: int) -> None:
+    """Begins to compile what the lowering of other problems will need because of a search's decision. Notes the next
+    key for those problems for which it does not hold."""
+    for problem in searches.state.awaiting.pop((entry.key, workspace_limit), ()):
+        key = key_for(problem, entry.key.target)
+        candidate = buckets.choice_for(key, entry, workspace_limit)
+        if candidate is None:
+            keys = buckets.to_tune(key, workspace_limit)
+            enqueue(keys[keys.index(entry.key) + 1], workspace_limit, problem)
+        elif isinstance(plan := candidate != XLA and candidate.plan(problem), DevicePlan):
+            compiler.compile_ahead([plan.source])
 
 
 def _clear_queue() -> None:
-    searches.state.queue = {}
+    searches.state.queue, searches.state.awaiting = {}, {}
     give_up_ahead()
     compiler.pool.drop_ahead()
 

@@ -91,9 +91,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
             def __init__(self, problem: ConvWgradProblem, platform: str, given_up: threading.Event):
                 self.problem, self.platform, self.given_up, self.sets = problem, platform, given_up, 1
 
-            def begin(self, candidates: Sequence[Candidate], meanwhile: concurrent.futures.Executor) -> None:
-                pass
-
             def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
                 if XLA in candidates:
                     assert script.ahead.wait(60)  # so that the two move the clock one after the other
