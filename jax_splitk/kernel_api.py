@@ -5,6 +5,7 @@ Everything else in `jax_splitk`'s folders is internal, and may change in any ver
 
 from jax_splitk.kernels import CudaFamily, Family, field_refusal, register
 from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -20,6 +21,7 @@ from jax_splitk.runtime.target import Target
 __all__ = [
     "Buffer",
     "ConvDgradProblem",
+    "ConvEpilogueProblem",
     "ConvFpropProblem",
     "ConvWgradProblem",
     "CudaFamily",

@@ -81,13 +81,15 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
 def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     """What keeps any process of the job from using the kernel that was chosen for the key; None if nothing does.
 
-    Each process asks once, and says what keeps itself (`own`). Where not all of them ask, the answer is `own`.
+    Each process asks once for each kernel, and says what keeps itself (`own`). Where not all of them ask, the answer is
+    `own`. Kernels that differ only in their epilogue have one key.
     """
     client, process, processes = _compat.distributed()
     if client is None or processes == 1 or key.digest in once.state.stopped_agreeing:
         return own
     which = hashlib.sha256(json.dumps(chosen.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    name = f"jax_splitk/{key.digest}/{which}"
+    asked = f"jax_splitk/{key.digest}/{which}"
+    name = f"{asked}/{once.state.count(asked)}"
     if own is not None:
         client.key_value_set(f"{name}/obstacles/{process}", own.splitlines()[0])
     try:

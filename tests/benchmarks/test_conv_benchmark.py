@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from benchmarks import conv, conv_cases
+from benchmarks import conv, conv_cases, conv_epilogues
 from jax_splitk import kernels
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
@@ -40,3 +40,15 @@ def test_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "strided: XLA/ours" in capsys.readouterr().out
     figures = report["summary"]["strided"]
     assert figures["least"] <= figures["mean"] and figures["goal"] == 1.4
+
+
+def test_a_run_with_epilogues(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides compute the same: kernels of the CPU have no epilogue, and XLA computes it."""
+    monkeypatch.setattr(conv, "QUICK_CPU_FLOPS", 1e6)
+    path = tmp_path / "report.json"
+    chosen = [f"fprop_c256k256g32_3x3_28x28_b64_{epilogue}" for epilogue in ("relu", "residual")]
+    assert conv_epilogues.main(["--cases", *chosen, "--quick", "--json", str(path), "--implementation", "host"]) == 0
+    report = json.loads(path.read_text())
+    assert [result["case"]["epilogue"] for result in report["results"]] == ["relu", "residual"]
+    assert all(result["ours_error"] < 1e-2 and result["family"] == "fprop_host" for result in report["results"])
+    assert set(report["summary"]) == {"relu", "residual"}

@@ -458,6 +458,24 @@ def test_the_wait_for_a_measurement_is_an_hour_at_least(
     assert waits == [("barrier", 1000 * seconds), ("entry", decision_ms), ("compiled", 1000 * seconds)]
 
 
+def test_kernels_that_differ_in_their_epilogue_do_not_share_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have one key, and a barrier serves once."""
+    barriers: list[str] = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            barriers.append(name)
+
+        def key_value_dir_get(self, name: str) -> list[tuple[str, str]]:
+            return []
+
+    monkeypatch.setattr(agreement._compat, "distributed", lambda: (Client(), 1, 2))
+    key = key_for(TINY.problem(), CPU)
+    for _ in range(2):
+        assert agreement.obstacle(key, Candidate(wgrad_host.FAMILY, ONE), None) is None
+    assert len(set(barriers)) == 2
+
+
 # ---- artefacts -----------------------------------------------------------------------------------------------------
 
 RUN_EXPORTED = (pathlib.Path(__file__).parents[1] / "run_exported.py").read_text()

@@ -149,7 +149,8 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
         return cost_model.uncertainty(self.name, target)
 
     def finishes(self, problem: _Problem, config: _Config) -> bool:
-        """Whether the kernel of a legal config also computes the epilogue of a convolution with an epilogue."""
+        """Whether the kernel of a legal config also computes the epilogue of a `ConvEpilogueProblem`. Then `plan` and
+        `workspace_bytes` get this problem. All other methods get the convolution alone."""
         del problem, config
         return False
 
