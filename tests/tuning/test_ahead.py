@@ -19,7 +19,7 @@ from jax_splitk.ops import lowering, tune
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning import ahead, measurement, search, searches, select, store, tuner
+from jax_splitk.tuning import ahead, buckets, measurement, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -476,6 +476,32 @@ def test_the_next_searches_are_under_way_while_one_is_waited_for(together: Toget
     assert sorted(map(MANY.index, together.begun)) == list(range(9)), "each once"
     assert together.most == 4
     assert (searches.state.running, searches.state.abandoned, searches.state.queue) == ({}, [], {})
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_decision_prepares_what_it_decides_besides(
+    holds: bool, compilations: Compilations, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dilated problem takes the decision of the one without dilation: its kernel compiles before it is asked for.
+    Where the decision does not hold, the dilated problem is searched next."""
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    for plain in (case.problem() for case in CASES):
+        dilated = dataclasses.replace(plain, rhs_dilation=(2, 2), padding=((2, 2), (2, 2)))
+        key, own = (key_for(problem, DEFAULT_CUDA) for problem in (plain, dilated))
+        if buckets.to_tune(own, LIMIT)[0] == key:
+            break
+    best = search.ranked(key)[0]
+    together.ends = lambda this: Entry.of(this.key, best if holds else XLA, workspace_limit_bytes=LIMIT)
+    for problem in (plain, dilated):
+        ahead.traced(problem, Options())
+    assert list(searches.state.queue) == [(key, LIMIT)], "the model says that no decision holds"
+    assert best.plan(dilated).source not in compilations.workers
+    tuner.tune(key, LIMIT)
+    if holds:
+        compilations.wait_for(best.plan(dilated).source)
+    assert list(searches.state.queue) == ([] if holds else [(own, LIMIT)])
+    assert searches.state.awaiting == {}
 
 
 def test_large_operands_are_alone(together: Together) -> None:
