@@ -32,6 +32,7 @@ from benchmarks.cost_model.records import Record
 from benchmarks.cost_model.sweep import measured
 from jax_splitk import kernels
 from jax_splitk.kernels import Family, catalogue
+from jax_splitk.kernels.base.adapted import Adapted
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import DevicePlan
@@ -136,11 +137,12 @@ def served(family: Family[Any, Any], some: Iterable[Problem]) -> Iterator[Proble
 
 
 def in_use(found: Sequence[Record]) -> set[Option]:
-    """All options in use: timed, shipped, or of a candidate or its neighbour for some problems of each family."""
-    timed = [(c.name, c.config) for record in found for c in record.times()]
-    timed += [(candidate.name, candidate.config) for _, candidate in shipped()]
+    """All options in use: timed, shipped, or of a candidate or its neighbour for some problems of each family. Adapted
+    families have the options of those that they adapt."""
+    candidates = [*(c for record in found for c in record.times()), *(candidate for _, candidate in shipped())]
+    timed = [(c.name, c.config) for c in candidates if not isinstance(c.family, Adapted)]
     known = dict.fromkeys([*(problem for problem, _ in shipped()), *(record.problem for record in found)])
-    for family in families():
+    for family in (family for family in families() if not isinstance(family, Adapted)):
         for problem in itertools.islice(served(family, known), SERVED):
             timed += [(family.name, config) for config in near(family, problem)]
     return {option for name, config in timed for option in options(name, config)}

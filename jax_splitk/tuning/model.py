@@ -16,19 +16,18 @@ from jax_splitk.tuning.serving import serving
 def best(
     key: Key, workspace_limit: int, families: Iterable[Family] | None = None
 ) -> tuple[float, Candidate, int] | None:
-    """(predicted seconds, candidate, number of compared configs) of the fastest config that fits in the workspace, with
-    the families' margins; None if none fits. `families`: those that can compute the problem, by default all."""
-    found: list[tuple[float, int, float, Candidate]] = []
+    """(predicted seconds, candidate, number of compared configs) of the fastest config that fits in the workspace; None
+    if none fits. `families`: those that can compute the problem, by default all."""
+    found: list[tuple[float, Candidate]] = []
     total = 0
     for family in serving(key.problem, key.target) if families is None else families:
         seconds, config, count = _best_of(family, key.problem, key.target, workspace_limit)
         total += count
         if count:
-            found.append((seconds * family.margin, len(found), seconds, Candidate(family, config)))
+            found.append((seconds, Candidate(family, config)))
     if not found:
         return None
-    _, _, seconds, candidate = min(found)
-    return seconds, candidate, total
+    return *min(found, key=operator.itemgetter(0)), total
 
 
 def _best_of(family: Family, problem: Problem, target: Target, workspace_limit: int) -> tuple[float, Any, int]:

@@ -208,7 +208,7 @@ def test_xla_is_slow_with_groups_that_are_no_power_of_two(
     """Near its times on an H100 (results/kinds_h100_groups.json)."""
     case = conv_cases.Case("groups", kind, batch, (size, size), (channels, channels), (3, 3), 1, groups=groups)
     estimate = xla.estimate(case.problem(), DEFAULT_CUDA)
-    assert estimate is not None and us / 2.5 < estimate.seconds * 1e6 < 2.5 * us
+    assert estimate is not None and us / 2.5 < estimate.seconds * 1e6 < 3 * us
 
 
 def test_xlas_time_depends_on_the_number_of_cores() -> None:

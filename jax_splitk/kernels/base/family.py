@@ -39,7 +39,6 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
       Config: a frozen dataclass with the parameters that the tuner chooses.
       competes: whether the family is considered for implied passes.
       few_rows: whether it is for products of few rows, whose time is that of the bytes of one operand.
-      margin: factor by which its estimate must be below those of other families for a choice without measurements.
       traced_as: its name in HLO and in profiles. A `Translated` family has the name of the family that it uses.
     """
 
@@ -48,7 +47,6 @@ class Family(abc.ABC, Generic[_Problem, _Config]):
     ABI: int
     competes: ClassVar[bool] = True
     few_rows: ClassVar[bool] = False
-    margin: ClassVar[float] = 1.0
 
     def __init__(self, config: type[_Config], name: str | None = None) -> None:
         """Takes a frozen dataclass of configs, and a name if the class has none."""

@@ -19,8 +19,6 @@ from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.runtime.around import Around
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import model
-from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 from tests import every_kernel, float64
@@ -160,7 +158,7 @@ def test_copies_count_in_times_and_memory() -> None:
         other, inner = family.translated(p), family.inner
         before, after = ((*q.operand_types, (q.out_shape, q.out_dtype)) for q in (p, other))
         copied = [new for old, new in zip(before, after, strict=True) if old != new]
-        assert copied and family.uncertainty(p, DEFAULT_CUDA) >= 0.3
+        assert copied
         memory = sum(nbytes(*array) for array in copied)
         assert family.workspace_bytes(p, config) == inner.workspace_bytes(other, config) + memory
         assert family.plan(p, config).workspace_bytes == inner.workspace_bytes(other, config)
@@ -175,23 +173,13 @@ def layer(kind: type[Any], batch: int, size: int, channels: tuple[int, int], gro
     (layer(ConvFpropProblem, 594, 14, (144, 144), 16, **HALF), "fprop_grouped_padded"),
     (layer(ConvDgradProblem, 133, 56, (40, 40), 8, **HALF), "dgrad_grouped_padded"),
     (layer(ConvWgradProblem, 1337, 28, (16, 16), 4, **FLOATS), "wgrad_tf32_merged"),
-    (layer(ConvFpropProblem, 350, 28, (61, 24), 1, **HALF), "xla"),  # 1.4 times as fast as fprop_gather (H200)
+    (layer(ConvFpropProblem, 350, 28, (61, 24), 1, **HALF), "fprop_im2col_padded"),
     (layer(ConvFpropProblem, 64, 112, (3, 64), 1, **HALF), "fprop_gather"),
     (layer(ConvFpropProblem, 64, 28, (128, 128), 16, **HALF), "fprop_grouped"),
 ], ids=str)  # fmt: skip
 def test_untuned_choices(p: ConvProblem, name: str) -> None:
-    """An unmeasured family needs an estimate that is clearly below those of others."""
     choice = select(p, DEFAULT_CUDA, Options(implied=not isinstance(p, ConvWgradProblem)))
     assert choice.candidate.name == name, choice.why
-
-
-def test_a_margin_is_no_part_of_the_prediction() -> None:
-    p = layer(ConvFpropProblem, 594, 14, (144, 144), 16, **HALF)
-    found = model.best(key_for(p, DEFAULT_CUDA), 2**30)
-    assert found is not None
-    seconds, candidate, _ = found
-    assert candidate.family is not None and candidate.family.margin == 1.5
-    assert seconds == candidate.family.estimate(p, candidate.config, DEFAULT_CUDA)
 
 
 def test_the_limit_of_the_workspace_holds_for_copies() -> None:
