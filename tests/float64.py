@@ -62,15 +62,16 @@ def _conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.n
     return np.stack(taps).reshape(problem.out_shape)
 
 
-def conv_wgrad_on_host(problem: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """dW for small problems, by one matrix product for each feature group in NumPy; batch groups are not covered."""
-    p, groups = problem, problem.feature_group_count
-    group_in, group_out = p.in_channels // groups, p.out_channels // groups
-    columns = g.astype(np.float64).reshape(p.reduction_size, groups, group_out)
-    # [groups, taps * C/groups, pixels] @ [groups, pixels, K/groups]
-    left = _rows(p, lhs).transpose(2, 1, 3, 0).reshape(groups, p.taps * group_in, p.reduction_size)
-    product = (left @ columns.transpose(1, 0, 2)).reshape(groups, p.taps, group_in, group_out)
-    return product.transpose(1, 2, 0, 3).reshape(p.out_shape)
+def conv_wgrad_on_host(p: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """dW, tap by tap, by one matrix product for each feature group; batch groups are not covered."""
+    groups, (c, k) = p.feature_group_count, p.group_channels
+    covered = _covered(p, lhs).reshape(p.batch, *_extents(p), groups, c)
+    given = g.astype(np.float64).reshape(p.reduction_size, groups, k).transpose(1, 0, 2)
+    out = np.zeros((*p.kernel_spatial, c, groups, k))
+    for tap, pixels in _taps(p):
+        rows = covered[pixels].reshape(p.reduction_size, groups, c)
+        out[tap] = (rows.transpose(1, 2, 0) @ given).transpose(1, 0, 2)
+    return out.reshape(p.out_shape)
 
 
 def conv_fprop_on_host(p: ConvProblem, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
@@ -100,9 +101,11 @@ def conv_dgrad_on_host(p: ConvProblem, g: np.ndarray, rhs: np.ndarray) -> np.nda
 
 def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """[..., groups, a] by [a, groups, b]."""
-    if w.shape[1] == 1:
-        return x @ w[:, 0]
-    return np.einsum("...ga,agb->...gb", x, w)
+    if w.shape[0] == 1:
+        return x * w[0]
+    # Each group's rows of pixels are a matrix product.
+    of_group = w.transpose(1, 0, 2).reshape(w.shape[1], *[1] * (x.ndim - 3), w.shape[0], w.shape[2])
+    return np.moveaxis(np.moveaxis(x, -2, 0) @ of_group, 0, -2)
 
 
 def _taps(p: ConvProblem) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
@@ -136,26 +139,6 @@ def _covered(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
     inside, places = _places(p)
     covered[places] = lhs[inside]
     return covered
-
-
-def _rows(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
-    """The content of the windows: [output pixels, taps, groups, C/groups]."""
-    groups = p.feature_group_count
-    covered = _covered(p, lhs)
-    image, *spatial, channel = covered.strides
-    windows = np.lib.stride_tricks.as_strided(
-        covered,
-        (p.batch, *p.output_spatial, *p.kernel_spatial, groups, p.in_channels // groups),
-        (
-            image,
-            *(step * stride for step, stride in zip(spatial, p.window_strides, strict=True)),
-            *(step * dilation for step, dilation in zip(spatial, p.rhs_dilation, strict=True)),
-            p.in_channels // groups * channel,
-            channel,
-        ),
-        writeable=False,
-    )
-    return windows.reshape(math.prod(p.g_shape[:-1]), p.taps, groups, p.in_channels // groups)
 
 
 ON_HOST = {"conv_fprop": conv_fprop_on_host, "conv_dgrad": conv_dgrad_on_host, "conv_wgrad": conv_wgrad_on_host}

@@ -23,14 +23,14 @@ from tests.random_problems import device_plan as plan
 
 Run = Callable[[jax.Array, jax.Array], jax.Array]
 
-ON_HOST_FLOPS = 1e9
+ON_HOST_FLOPS = 1e10
 
 
 def integers(p: ConvProblem, seed: int = 0, limit: int = 2) -> tuple[jax.Array, jax.Array]:
     """Operands so small that every sum is exact."""
     rng = np.random.default_rng([SEED, seed])
     x, y = (rng.integers(-limit, limit + 1, shape, dtype=np.int8) for shape in p.operand_shapes)
-    return jnp.asarray(x).astype(p.dtype), jnp.asarray(y).astype(p.dtype)
+    return jnp.asarray(x.astype(jnp.dtype(p.dtype))), jnp.asarray(y.astype(jnp.dtype(p.dtype)))
 
 
 def normals(p: ConvProblem, seed: int = 0, draw: Any = jax.random.normal) -> tuple[jax.Array, jax.Array]:
@@ -49,7 +49,7 @@ def exactly(p: ConvProblem, x: jax.Array, y: jax.Array) -> np.ndarray:
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    return np.asarray(jnp.asarray(exact.astype(np.float32)).astype(dtype))
+    return exact.astype(np.float32).astype(jnp.dtype(dtype))
 
 
 def error(out: Any, exact: np.ndarray) -> float:
