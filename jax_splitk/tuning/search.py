@@ -407,7 +407,7 @@ def _variant(candidate: Candidate) -> Any:
 
 
 def _in_turns(contestant: Contestant) -> bool:
-    """Whether the profile of a small first round timed it: before the finals no other one has so many rounds."""
+    """Whether it was timed in the profile of a small first round, which has as many rounds as the finals."""
     return len(contestant.device_times) >= DEVICE_ROUNDS
 
 

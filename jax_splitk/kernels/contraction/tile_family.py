@@ -46,8 +46,8 @@ class TileFamily(SplitFamily[_Problem, _Config]):
 
     @abc.abstractmethod
     def chains(self, problem: _Problem, config: _Config) -> Sequence[int]:
-        """Blocks of the reduction of tiles, the longest first. Each number holds for the same share of the tiles. A
-        stage has one block."""
+        """How many blocks of the reduction a tile has, each in one stage. Tiles may have different numbers: the
+        largest comes first, and each holds for the same share of the tiles."""
 
     def block_counts(self, problem: _Problem, config: _Config) -> tuple[int, ...]:
         return (self.chains(problem, config)[0],)
