@@ -126,7 +126,7 @@ def measured(
 
 
 class Sweep:
-    """A run over a seed's problems, without those that an earlier run measured or began and lost."""
+    """A run over a seed's problems. It leaves out those that an earlier run measured, or began when it was cut off."""
 
     def __init__(self, options: argparse.Namespace, target: Target) -> None:
         self.options = options

@@ -319,7 +319,8 @@ def test_on_a_busy_machine_what_is_slower_than_xla_is_not_chosen() -> None:
 
 
 def test_many_rounds_forgive_one() -> None:
-    """Seven rounds in which the model's choice is slower, but for one, decide; two rounds are a tie."""
+    """The fastest candidate wins if it is faster than the model's choice in six of seven rounds. Two rounds that it
+    loses are a tie, which the model's choice wins."""
     predicted, xla = contestant("predicted", *[103.0] * 7), contestant("xla", 500.0)
     for slow, winner in ((1, "best"), (2, "predicted")):
         best = contestant("best", *[100.0] * (7 - slow), *[110.0] * slow)
