@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_splitk.kernels import Family
+from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
@@ -37,6 +38,12 @@ class Candidate:
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory that XLA allocates for it; XLA's own operation counts as 0."""
         return 0 if self.family is None else self.family.workspace_bytes(problem, self.config)
+
+    def computed(self, problem: Problem) -> Problem:
+        """What a kernel that was chosen for a problem computes of it: without its epilogue, if XLA computes that."""
+        alone = decisive(problem)
+        finishes = alone is problem or (self.family is not None and self.family.finishes(problem, self.config))
+        return problem if finishes else alone
 
     def plan(self, problem: Problem) -> DevicePlan | CustomCall:
         """The launches of a legal candidate that is not XLA."""

@@ -72,9 +72,9 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
 def _with_epilogue(choice: Choice, problem: Problem, target: Target, needs_code: bool) -> Choice:
     """The choice with the problem's epilogue, if it has one that the chosen kernel computes. `needs_code`: the code of
     this kernel must be there."""
-    if decisive(problem) is problem or choice.family is None or not choice.family.finishes(problem, choice.config):
+    whole = dataclasses.replace(choice, problem=choice.candidate.computed(problem))
+    if whole == choice:
         return choice
-    whole = dataclasses.replace(choice, problem=problem)
     return choice if needs_code and without_code(whole, target) is not None else whole
 
 

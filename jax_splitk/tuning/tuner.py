@@ -214,7 +214,7 @@ def _prepare_represented(entry: Entry, workspace_limit: int) -> None:
         if candidate is None:
             keys = buckets.to_tune(key, workspace_limit)
             enqueue(keys[keys.index(entry.key) + 1], workspace_limit, problem)
-        elif isinstance(plan := candidate != XLA and candidate.plan(problem), DevicePlan):
+        elif candidate != XLA and isinstance(plan := candidate.plan(candidate.computed(problem)), DevicePlan):
             compiler.compile_ahead([plan.source])
 
 

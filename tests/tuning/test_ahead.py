@@ -16,6 +16,8 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import WGRAD_CASES, Case
 from jax_splitk.ops import lowering, tune
+from jax_splitk.problems.conv_epilogue import with_epilogue
+from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
@@ -25,6 +27,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
+from tests.problems import conv_of
 from tests.tuning_cache import put, wgrad
 
 pytestmark = [
@@ -502,6 +505,24 @@ def test_a_decision_prepares_what_it_decides_besides(
         compilations.wait_for(best.plan(dilated).source)
     assert list(searches.state.queue) == ([] if holds else [(own, LIMIT)])
     assert searches.state.awaiting == {}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_decision_prepares_the_kernel_with_an_epilogue(
+    fused: bool, compilations: Compilations, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the kernel computes it; else the kernel alone is compiled."""
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    groups = 1 if fused else 64  # no kernel of depthwise convolutions computes epilogues
+    alone = conv_of(ConvFpropProblem, (28, 28), (3, 3), (64, 64), groups=groups, batch=64, padding=1, dtype="bfloat16")
+    whole = with_epilogue(alone, activation="relu")
+    key = key_for(whole, DEFAULT_CUDA)
+    best = next(c for c in search.ranked(key) if c.family.finishes(whole, c.config) == fused)
+    together.ends = lambda this: Entry.of(this.key, best, workspace_limit_bytes=LIMIT)
+    ahead.traced(whole, Options())
+    tuner.tune(key, LIMIT)
+    compilations.wait_for(best.plan(whole if fused else alone).source)
 
 
 def test_large_operands_are_alone(together: Together) -> None:
