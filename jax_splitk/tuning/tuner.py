@@ -210,7 +210,7 @@ def _prepare_represented(entry: Entry, workspace_limit: int) -> None:
     key for those problems for which it does not hold."""
     for problem in searches.state.awaiting.pop((entry.key, workspace_limit), ()):
         key = key_for(problem, entry.key.target)
-        candidate = buckets.choice_for(key, entry, workspace_limit)
+        candidate = entry.choice if key == entry.key else buckets.choice_for(key, entry, workspace_limit)
         if candidate is None:
             keys = buckets.to_tune(key, workspace_limit)
             enqueue(keys[keys.index(entry.key) + 1], workspace_limit, problem)

@@ -525,6 +525,19 @@ def test_a_decision_prepares_the_kernel_with_an_epilogue(
     compilations.wait_for(best.plan(whole if fused else alone).source)
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_choice_of_xla_needs_no_kernel_with_an_epilogue(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    alone = conv_of(ConvFpropProblem, (28, 28), (3, 3), (64, 64), batch=64, padding=1, dtype="bfloat16")
+    wholes = [with_epilogue(alone, activation=name) for name in ("relu", "silu")]
+    for whole in wholes:
+        ahead.traced(whole, Options())
+    key = key_for(alone, DEFAULT_CUDA)
+    assert searches.state.awaiting == {(key, LIMIT): wholes}
+    tuner._prepare_represented(Entry.of(key, XLA), LIMIT)
+    assert (searches.state.awaiting, list(searches.state.queue)) == ({}, [(key, LIMIT)])
+
+
 def test_large_operands_are_alone(together: Together) -> None:
     large = [key_for(dataclasses.replace(CASES[0], batch=4096 + i).problem(), DEFAULT_CUDA) for i in range(3)]
     with tuner.queued((key, LIMIT) for key in large):
