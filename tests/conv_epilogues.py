@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from jax import numpy as jnp
 
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -29,12 +29,4 @@ def finished(p: ConvEpilogueProblem, sums: np.ndarray, *rest: np.ndarray) -> np.
 
 def integers(p: ConvProblem, rng: np.random.Generator, limit: int = 2) -> list[np.ndarray]:
     """Operands so small that every sum is exact."""
-    return [rng.integers(-limit, limit + 1, shape).astype(as_dtype(dtype)) for shape, dtype in p.operand_types]
-
-
-def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    return exact.astype(np.float32).astype(as_dtype(dtype))
-
-
-def as_dtype(name: str) -> Any:
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+    return [rng.integers(-limit, limit + 1, shape).astype(jnp.dtype(dtype)) for shape, dtype in p.operand_types]

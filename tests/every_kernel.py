@@ -43,7 +43,7 @@ from jax_splitk.quantized import prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import conv_epilogues, dots, experts, products, ragged_dots
+from tests import conv_epilogues, dots, experts, float64, products, ragged_dots
 from tests.on_gpu import with_splits
 from tests.problems import conv, conv_of
 from tests.random_problems import device_plan
@@ -91,7 +91,7 @@ class Run:
 @functools.cache
 def _convolution(p: ConvProblem) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     operands = conv_epilogues.integers(p, np.random.default_rng(SEED))
-    return tuple(operands), conv_epilogues.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
+    return tuple(operands), float64.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
 
 
 @functools.cache

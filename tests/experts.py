@@ -14,7 +14,7 @@ from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogu
 from jax_splitk.problems.ragged_reference import DISTRIBUTIONS, group_sizes
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import products, ragged_dots
+from tests import float64, products, ragged_dots
 
 E4M3 = "float8_e4m3fn"
 
@@ -120,5 +120,5 @@ def exact(
                 for leaf in (*leaves[1:], *after):
                     leaf[i] = np.nan
         x[free] = np.nan
-    want = products.rounded(out, p.out_dtype)
+    want = float64.rounded(out, p.out_dtype)
     return [x.astype(jnp.dtype(p.dtype)), *leaves, *rest, *after], want

@@ -141,4 +141,10 @@ def _covered(p: ConvProblem, lhs: np.ndarray) -> np.ndarray:
     return covered
 
 
+def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounds to float32 first, and then to `dtype`, as results are defined."""
+    with np.errstate(over="ignore"):
+        return exact.astype(np.float32).astype(jnp.dtype(dtype))
+
+
 ON_HOST = {"conv_fprop": conv_fprop_on_host, "conv_dgrad": conv_dgrad_on_host, "conv_wgrad": conv_wgrad_on_host}

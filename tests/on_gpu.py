@@ -48,10 +48,6 @@ def exactly(p: ConvProblem, x: jax.Array, y: jax.Array) -> np.ndarray:
     return float64.ON_HOST[p.op](p, np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
-def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    return exact.astype(np.float32).astype(jnp.dtype(dtype))
-
-
 def error(out: Any, exact: np.ndarray) -> float:
     """The error relative to the norm of the result."""
     return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
@@ -91,7 +87,7 @@ def with_splits(family: Family, p: ConvWgradProblem, config: Any, wanted: int) -
 def check_exact(family: Family, p: ConvProblem, configs: Iterable[Any], seed: int = 0, limit: int = 2) -> None:
     """Results are exact on integers, whatever the results' memory held before."""
     operands = integers(p, seed, limit)
-    want = rounded(exactly(p, *operands), p.out_dtype)
+    want = float64.rounded(exactly(p, *operands), p.out_dtype)
     for config in configs:
         out = poison.run(plan(family, p, config), p, *operands)
         np.testing.assert_array_equal(out, want, err_msg=f"{p} {config}")
@@ -138,7 +134,7 @@ def check_not_finite(family: Family, p: ConvWgradProblem, configs: Sequence[Any]
         lhs, g = random_problems.integers(rng, p)
         in_lhs, in_g = (random_problems.place(rng, shape) for shape in (p.lhs_shape, p.g_shape))
         lhs[in_lhs] = g[in_g] = 0
-        exact = rounded(float64.conv_wgrad_on_host(p, lhs, g), p.out_dtype)
+        exact = float64.rounded(float64.conv_wgrad_on_host(p, lhs, g), p.out_dtype)
         certain, possible = random_problems.reached(p, in_lhs, in_g)
         lhs[in_lhs] = g[in_g] = value
         for config in configs:
@@ -154,7 +150,7 @@ def check_one_not_finite(family: Family, p: ConvProblem, config: Any, value: flo
     w[w == 0] = 1
     place = tuple(size // 2 for size in x.shape)
     x[place] = 0
-    want = rounded(float64.ON_HOST[p.op](p, x, w), p.out_dtype)
+    want = float64.rounded(float64.ON_HOST[p.op](p, x, w), p.out_dtype)
     one = np.zeros_like(x)
     one[place] = 1
     reached = float64.ON_HOST[p.op](p, one, np.ones_like(w)) != 0

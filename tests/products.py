@@ -200,12 +200,6 @@ def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[Quant
     return q, value if channel is None else value * channel
 
 
-def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounds to float32 first, and then to `dtype`, as results are defined."""
-    with np.errstate(over="ignore"):
-        return exact.astype(np.float32).astype(jnp.dtype(dtype))
-
-
 def elements(q: QuantizedArray, rounded: str = "float32") -> np.ndarray:
     """The values of a weight's elements, without scales and zero points, in float64. `rounded` as in
     `formats.table`."""

@@ -14,13 +14,12 @@ import jax
 
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import _compat, compiler, disk, settings
-from jax_splitk.runtime.plan import DevicePlan
+from jax_splitk.runtime import _compat, disk, settings
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import agreement, once, searches, tuner, watch
-from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.decide import measured_first
 from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.measure import compile_ahead
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select, without_code
 
@@ -89,10 +88,8 @@ def _begin(problem: Problem, options: Options, target: Target, *, measure: bool)
                 tuner.enqueue(measured, options.workspace_limit, problem)
             return
         choice = select(problem, target, options)
-        if choice.candidate == XLA or without_code(choice, target) is not None:
-            return
-        if isinstance(plan := choice.candidate.plan(choice.problem), DevicePlan):
-            compiler.compile_ahead([plan.source])
+        if without_code(choice, target) is None:
+            compile_ahead(choice.problem, [choice.candidate])
 
     with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
         once.state.result(("ahead", problem, options, target), begin)

@@ -63,10 +63,10 @@ def needed(entry: Entry) -> Iterator[tuple[Candidate, Problem]]:
 
 
 def choice_for(key: Key, entry: Entry, workspace_limit: int) -> Candidate | None:
-    """What a representative's entry decides for `key`; None if it does not hold for `key`."""
+    """What an entry, a representative's or its own, decides for `key`; None if it does not hold for `key`."""
     candidate = entry.best(workspace_limit)
-    if candidate is None:
-        return None
+    if candidate is None or key == entry.key:
+        return candidate
     loss = _loss(key, entry.key, candidate, workspace_limit, entry)
     return candidate if loss <= MAX_LOSS else None
 

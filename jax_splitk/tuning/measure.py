@@ -106,6 +106,14 @@ def compile_together(
     return plans
 
 
+def compile_ahead(problem: Problem, candidates: Iterable[Candidate]) -> None:
+    """Begins to compile the candidates' device code, and returns at once. An error is raised again, and recorded, when
+    the candidate is compiled."""
+    plans = plans_of(problem, candidates).values()
+    with contextlib.suppress(Exception):
+        compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
+
+
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
     """In the block, and in this thread, functions are jitted and operands are copied, whatever the program's
@@ -224,7 +232,9 @@ class Bench:
     def _check(self, contestant: Contestant) -> str | None:
         """Runs a contestant for the first time. Returns why its results are wrong; None if they are not."""
         results, us = self._on_device(contestant.candidate, lambda: self._first_calls(contestant))
-        if not (self.platform == "cuda" and us > SLOW_US and self._is_slow(contestant)):
+        if self.platform == "cuda" and us > SLOW_US:
+            self._time_slow(contestant)
+        if not contestant.is_slow:
             self._on_device(contestant.candidate, lambda: self._warm(contestant))
         if contestant.candidate == XLA:
             self._xlas = results
@@ -245,10 +255,9 @@ class Bench:
         _run(contestant, 1)
         contestant.warm_us = (time.perf_counter() - started) / self._called_together * 1e6
 
-    def _is_slow(self, contestant: Contestant) -> bool:
-        """Whether a call takes longer than `SLOW_US`. Such a contestant has its time then.
-
-        The first calls load code, and what other searches run may have delayed them. A profile tells."""
+    def _time_slow(self, contestant: Contestant) -> None:
+        """Gives a contestant its time if a call takes longer than `SLOW_US`. The first calls load code, and what other
+        searches run may have delayed them: a profile tells."""
         kinds = itertools.cycle(range(self.operation.kinds))
         few = dataclasses.replace(contestant, run=lambda: contestant.of_kind(next(kinds)))
         try:
@@ -259,7 +268,6 @@ class Bench:
                 us = self._on_device(contestant.candidate, lambda: self._first_calls(contestant))[1]
         if us > SLOW_US:
             contestant.is_slow, contestant.warm_us, contestant.device_times = True, us, [us] * DEVICE_ROUNDS
-        return contestant.is_slow
 
     def _first_wrong(self, results: Sequence[jax.Array]) -> str | None:
         wrong = (self._wrong(kind, result) for kind, result in enumerate(results))

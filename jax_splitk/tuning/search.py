@@ -6,7 +6,6 @@ splits that fills whole waves.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -22,15 +21,13 @@ import jax
 
 from jax_splitk.kernels import Family
 from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.runtime import compiler
 from jax_splitk.runtime.cores import usable_cores
-from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning import certainty, device, model, searches
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_together, plans_of
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_ahead, compile_together
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.serving import serving
 
@@ -175,12 +172,7 @@ class Search:
 
     def compile_first(self) -> None:
         """Begins to compile what the search will need first: its first candidates."""
-        self._compile_ahead(self._first_candidates())
-
-    def _compile_ahead(self, candidates: list[Candidate]) -> None:
-        plans = plans_of(self.key.problem, candidates).values()
-        with contextlib.suppress(Exception):  # an error is raised again, and recorded, when the candidate is compiled
-            compiler.compile_ahead(plan.source for plan in plans if isinstance(plan, DevicePlan))
+        compile_ahead(self.key.problem, self._first_candidates())
 
     def _first_candidates(self) -> list[Candidate]:
         """The best candidates of an earlier entry, and the best by the model."""
@@ -239,7 +231,7 @@ class Search:
         if self.key.target.platform == "cuda":
             self._screen(bench, [c for c in (self.xla, *self.contestants) if c is not None])
             if (best := _fastest(_working(self.contestants))) is not None and self._may_be_beaten(best):
-                self._compile_ahead(self._neighbours(best.candidate))
+                compile_ahead(self.key.problem, self._neighbours(best.candidate))
 
     def _screen(self, bench: Bench, contestants: list[Contestant]) -> None:
         """Times the contestants that are not timed yet, by the profiler where possible: the wall clock also shows how

@@ -24,12 +24,11 @@ from collections.abc import Iterable, Iterator
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
-from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.tuning import agreement, buckets, searches, siblings, store
-from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
-from jax_splitk.tuning.measure import ROTATED_BYTES, usual_settings
+from jax_splitk.tuning.measure import ROTATED_BYTES, compile_ahead, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import Search
 
@@ -210,12 +209,12 @@ def _prepare_represented(entry: Entry, workspace_limit: int) -> None:
     key for those problems for which it does not hold."""
     for problem in searches.state.awaiting.pop((entry.key, workspace_limit), ()):
         key = key_for(problem, entry.key.target)
-        candidate = entry.choice if key == entry.key else buckets.choice_for(key, entry, workspace_limit)
+        candidate = buckets.choice_for(key, entry, workspace_limit)
         if candidate is None:
             keys = buckets.to_tune(key, workspace_limit)
             enqueue(keys[keys.index(entry.key) + 1], workspace_limit, problem)
-        elif candidate != XLA and isinstance(plan := candidate.plan(candidate.computed(problem)), DevicePlan):
-            compiler.compile_ahead([plan.source])
+        else:
+            compile_ahead(candidate.computed(problem), [candidate])
 
 
 def _clear_queue() -> None:

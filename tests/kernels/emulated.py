@@ -21,7 +21,7 @@ def check(
     """Results are exact on integers whose sums every dtype holds, in any order of threads and copies."""
     assert family.refusal(p, config) is None, f"{family.refusal(p, config)}: {p} {config}"
     operands = conv_epilogues.integers(p, np.random.default_rng(seed))
-    want = conv_epilogues.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
+    want = float64.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
     out = np.empty(p.out_shape, want.dtype)
     emulator.run(change(family.plan(p, config)), operands, (out,), seed)
     np.testing.assert_array_equal(out, want, err_msg=f"{p} {config}")
@@ -37,7 +37,7 @@ def check_not_finite(family: Family[Any, Any], p: ConvProblem, config: Any, valu
     one = np.zeros(x.shape)
     one[place] = 1
     reached = float64.ON_HOST[p.op](p, one, np.ones(y.shape)) != 0
-    want = conv_epilogues.rounded(conv_epilogues.exactly(p, x, y), p.out_dtype)
+    want = float64.rounded(conv_epilogues.exactly(p, x, y), p.out_dtype)
     x[place] = value
     out = np.empty(p.out_shape, want.dtype)
     emulator.run(family.plan(p, config), (x, y), (out,))

@@ -26,7 +26,7 @@ from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import LAUNCH_TARGET, DevicePlan
 from jax_splitk.tuning import store, watch
 from jax_splitk.tuning.choice import XLA
-from tests import products, tuning_cache
+from tests import float64, products, tuning_cache
 from tests.convolutions import NHWC, Conv
 from tests.on_gpu import error
 from tests.problems import seeded
@@ -281,7 +281,7 @@ def test_products_are_exact_on_integers(case: products.Case) -> None:
     packed, values = weights(case)
     x = products.integers(case, 1 if case.x_dtype == "float8_e4m3fn" else 2, seed=4)
     out = run(jax_splitk.quantized_matmul, jnp.asarray(x, case.x_dtype), packed)
-    np.testing.assert_array_equal(out, products.rounded(x @ values, case.out_dtype))
+    np.testing.assert_array_equal(out, float64.rounded(x @ values, case.out_dtype))
 
 
 def test_the_cotangent_of_x_is_a_product_with_the_transposed_weight() -> None:
@@ -294,8 +294,8 @@ def test_the_cotangent_of_x_is_a_product_with_the_transposed_weight() -> None:
         return out, pullback(g)[0]
 
     out, dx = run(both, *(jnp.asarray(a, "bfloat16") for a in (x, g)), packed, back, launches=2)
-    np.testing.assert_array_equal(out, products.rounded(x @ values, "bfloat16"))
-    np.testing.assert_array_equal(dx, products.rounded(g @ back_values, "bfloat16"))
+    np.testing.assert_array_equal(out, float64.rounded(x @ values, "bfloat16"))
+    np.testing.assert_array_equal(dx, float64.rounded(g @ back_values, "bfloat16"))
 
 
 def test_the_cotangent_of_the_scales() -> None:
@@ -324,7 +324,7 @@ def test_vmap_over_weights() -> None:
     x = np.stack([products.integers(case, 2, seed) for seed, case in enumerate(cases)])
     out = run(jax.vmap(jax_splitk.quantized_matmul), jnp.asarray(x, "bfloat16"), packed)
     expected = np.stack([each @ values for each, (_, values) in zip(x, drawn, strict=True)])
-    np.testing.assert_array_equal(out, products.rounded(expected, "bfloat16"))
+    np.testing.assert_array_equal(out, float64.rounded(expected, "bfloat16"))
 
 
 # ---- tuning --------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def tunable(kind: str) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.nd
     if kind == "product":
         packed, values = weights(FORWARD)
         x = products.integers(FORWARD, 2, seed=9)
-        expected = products.rounded(x @ values, "bfloat16")
+        expected = float64.rounded(x @ values, "bfloat16")
         return lambda x: jax_splitk.quantized_matmul(x, packed), (jnp.asarray(x, "bfloat16"),), expected
     with seeded(66) as rng:
         lhs, _, g = DENSE.integers(rng, "bfloat16")

@@ -23,7 +23,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import buckets, key
 from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import select
-from tests import products
+from tests import float64, products
 from tests.exhaustive import thinned
 from tests.problems import SEED, generator, on_device, together
 from tests.products import GATED, Case, error, exact_epilogue, exact_weight, integers, with_epilogue
@@ -111,7 +111,7 @@ def test_exact_on_integers(case: Case, options: dict[str, Any]) -> None:
     packed = prepack(q)
     packed = JoinedWeight(packed) if case.activation in GATED else packed
     out = quantized_matmul(on_device(x, case.x_dtype), packed, activation=case.activation, **given, **options)
-    np.testing.assert_array_equal(out, products.rounded(exact, case.out_dtype))
+    np.testing.assert_array_equal(out, float64.rounded(exact, case.out_dtype))
 
 
 # ---- gate and up as one ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem, with_epilogue
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import conv_epilogues, every_kernel, on_gpu, poison
+from tests import conv_epilogues, every_kernel, float64, on_gpu, poison
 from tests.dots import ACTIVATIONS
 from tests.problems import conv_of, generator
 from tests.random_problems import device_plan
@@ -69,7 +69,7 @@ def test_integers_are_exact_whatever_the_results_memory_held(given: every_kernel
     p = given.problem
     assert isinstance(p, ConvEpilogueProblem)
     operands = conv_epilogues.integers(p, generator(91))
-    want = conv_epilogues.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
+    want = float64.rounded(conv_epilogues.exactly(p, *operands), p.out_dtype)
     out = poison.run(given.plan, p, *map(jnp.asarray, operands))
     np.testing.assert_array_equal(np.asarray(out), want)
 

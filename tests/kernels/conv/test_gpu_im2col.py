@@ -12,7 +12,7 @@ import pytest
 from jax_splitk.kernels import Family
 from jax_splitk.kernels.contraction import im2col
 from jax_splitk.runtime import compiler
-from tests import few_kernels, on_gpu, poison, random_problems
+from tests import few_kernels, float64, on_gpu, poison, random_problems
 from tests.kernels.conv.tried import BOTH, IM2COL, draw_im2col
 from tests.problems import seeded
 from tests.random_problems import OUT_DTYPES, device_plan
@@ -103,7 +103,7 @@ def wrong(number: int, family: Family, p: Any, config: Any) -> str | None:
     x, w = (on_gpu.integers if integers else on_gpu.normals)(p, number)
     out, want = poison.run(device_plan(family, p, config), p, x, w), on_gpu.exactly(p, x, w)
     if integers:
-        differ = int((out != on_gpu.rounded(want, p.out_dtype)).sum())
+        differ = int((out != float64.rounded(want, p.out_dtype)).sum())
         return f"{p} {p.padding} {config}: {differ} of {out.size} differ" if differ else None
     most = max({"bfloat16": 2**-8, "float16": 2**-11}.get(p.out_dtype, 2**-15), 2**-9 if p.dtype == "float32" else 0)
     error = on_gpu.error(out, want) if want.any() else float(np.abs(out.astype(np.float64)).max())

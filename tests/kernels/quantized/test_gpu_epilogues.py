@@ -15,7 +15,7 @@ from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
 from jax_splitk.quantized import prepack
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import on_gpu, poison, products
+from tests import float64, on_gpu, poison, products
 from tests.products import E4M3, HALF, Case, error, exact_epilogue, exact_weight, integers, operands, with_epilogue
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +91,7 @@ def arguments(given: Case, x: Any, packed: Any, after: list[Any]) -> tuple[jax.A
 @pytest.mark.parametrize("given", EXACT, ids=lambda given: str(given.problem))
 def test_exact_on_integers(given: Case) -> None:
     given_operands, exact, out_dtype = exact_operands(given)
-    expected = products.rounded(exact, out_dtype)
+    expected = float64.rounded(exact, out_dtype)
     for family, config in configs(given, SEVERAL):
         call = poison.function(on_gpu.plan(family, given.problem, config), given.problem)
         out = np.asarray(call(*given_operands))
@@ -104,7 +104,7 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
     given_operands, exact, out_dtype = exact_operands(given)
     call = poison.function(on_gpu.plan(family, given.problem, config), given.problem)
     out = np.asarray(call(*given_operands))
-    np.testing.assert_array_equal(out, products.rounded(exact, out_dtype), err_msg=f"{given} {family} {config}")
+    np.testing.assert_array_equal(out, float64.rounded(exact, out_dtype), err_msg=f"{given} {family} {config}")
 
 
 def exact_operands(given: Case) -> tuple[tuple[jax.Array, ...], np.ndarray, str]:
@@ -152,7 +152,7 @@ def test_nan_reaches_only_what_depends_on_it() -> None:
     q, weight = exact_weight(given, 4, given.operand)
     x, packed = integers(given, 2, 5), prepack(q)
     after, exact = exact_epilogue(given, x @ weight, 6)
-    expected = products.rounded(exact, given.out_dtype).astype(np.float32)
+    expected = float64.rounded(exact, given.out_dtype).astype(np.float32)
     spoiled, bias = x.copy(), after[0].copy()
     spoiled[3, 100] = np.nan
     bias[1, 17] = np.nan

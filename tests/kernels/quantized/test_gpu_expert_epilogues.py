@@ -15,7 +15,7 @@ from jax_splitk.kernels.quantized.experts import FAMILY, Config
 from jax_splitk.quantized import dequantize, prepack, quantize
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests import experts, on_gpu, poison, products, ragged_dots
+from tests import experts, float64, on_gpu, poison, products, ragged_dots
 from tests.products import Case, error
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def test_layers(groups: int, case: Case) -> None:
         given, bias = np.asarray(x[rows], np.float64), [each[i].astype(np.float64) for each in after]
         exact[rows] = products.with_epilogue(case, given @ one.astype(np.float64), *bias)
         rounded = one.astype(jnp.bfloat16).astype(np.float64)
-        once[rows] = products.rounded(products.with_epilogue(case, given @ rounded, *bias), p.out_dtype)
+        once[rows] = float64.rounded(products.with_epilogue(case, given @ rounded, *bias), p.out_dtype)
     operands = (x, w.words, w.scale, jnp.asarray(sizes), *map(jnp.asarray, after))
     for config in configs:
         custom_call = on_gpu.plan(FAMILY, p, config).custom_call()

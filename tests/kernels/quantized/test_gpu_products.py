@@ -21,6 +21,7 @@ from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import formats, on_gpu, poison
+from tests.float64 import rounded
 from tests.formats import E8M0
 from tests.products import (
     E4M3,
@@ -34,7 +35,6 @@ from tests.products import (
     integers,
     normal,
     operands,
-    rounded,
     without_idle,
 )
 

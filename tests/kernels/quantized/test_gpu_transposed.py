@@ -19,6 +19,7 @@ from jax_splitk.quantized import PackedWeight, prepack
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import formats, on_gpu, poison
+from tests.float64 import rounded
 from tests.products import (
     E4M3,
     HALF,
@@ -30,7 +31,6 @@ from tests.products import (
     integers,
     normal,
     operands,
-    rounded,
     without_idle,
 )
 

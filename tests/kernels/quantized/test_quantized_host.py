@@ -17,8 +17,9 @@ from jax_splitk.quantized import QuantizedArray, prepack
 from jax_splitk.runtime import execute
 from jax_splitk.runtime.target import Target
 from tests.exhaustive import crossed, thinned
+from tests.float64 import rounded
 from tests.formats import CASES, GROUPS, SCALE_DTYPES
-from tests.products import Case, as_float32_product, error, exact_weight, integers, normal, operands, rounded
+from tests.products import Case, as_float32_product, error, exact_weight, integers, normal, operands
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handler runs on the CPU")
 

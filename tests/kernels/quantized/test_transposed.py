@@ -18,7 +18,7 @@ from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.quantized import QuantizedArray, prepack
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from tests import emulator, formats, products
+from tests import emulator, float64, formats, products
 from tests.problems import seeded
 from tests.products import E4M3, HALF, Case
 
@@ -229,7 +229,7 @@ def test_one_hot_activations_give_the_weight_rounded_once(case: Case) -> None:
     """The weight by its definition in float32, then rounded to x's dtype."""
     q, weight = case.every_code(case.operand)
     out = emulated(case, config_for(case), np.eye(40), q)
-    np.testing.assert_array_equal(out, products.rounded(weight.T, case.x_dtype))
+    np.testing.assert_array_equal(out, float64.rounded(weight.T, case.x_dtype))
 
 
 @pytest.mark.parametrize("sizes", [(1e-30,), (1e30,), (2.0**-24, 1.0, 65504.0)], ids=str)
@@ -286,7 +286,7 @@ def test_nan_reaches_only_what_depends_on_it(case: Case) -> None:
     with seeded(81):
         q, weight = products.exact_weight(case, 4, case.operand)
     x = products.integers(case, 2, 5)
-    expected, config = products.rounded(x @ weight.T, case.out_dtype), config_for(case)
+    expected, config = float64.rounded(x @ weight.T, case.out_dtype), config_for(case)
     spoiled = x.copy()
     spoiled[3, case.features // 2] = np.nan
     out = emulated(case, config, spoiled, q).astype(np.float32)
