@@ -29,7 +29,7 @@ from benchmarks.quantized_products import Launched, torch_or_none
 from benchmarks.ragged_cases import CASES, PASSES, SIZES, Case
 from benchmarks.report import on_gpu, percent, rate, say
 from jax_splitk import kernels
-from jax_splitk.ops.lowering import served
+from jax_splitk.ops.routing import served
 from jax_splitk.problems.ragged_reference import lax_ragged_dot_general
 from jax_splitk.runtime.target import local_platform, target_for
 

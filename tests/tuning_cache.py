@@ -46,7 +46,7 @@ TINY = Case("tiny", 4, 9, 8, 6, 10, (3, 2), dtype="float32")
 HUGE = "9" * 400  # an integer of JSON that no float holds
 ENVIRONMENT = (
     *("CACHE_DIR", "CACHE_PATH", "CACHE_MODE", "PROGRESS"),
-    *("AUTOTUNE", "COMPILE_AHEAD", "TUNE_BUDGET_S", "AGREEMENT_TIMEOUT_S"),
+    *("AUTOTUNE", "COMPILE_AHEAD", "TUNE_BUDGET_S", "TUNE_LOSS", "AGREEMENT_TIMEOUT_S"),
 )
 
 

@@ -23,7 +23,7 @@ from jax_splitk.cli.schema import FIELDS
 from jax_splitk.ops.decision import Decision, Gain, decision
 from jax_splitk.ops.explain import about_silent, expected, explanation, left_to_lax, routed
 from jax_splitk.ops.explanation import Explanation
-from jax_splitk.ops.lowering import only_xla
+from jax_splitk.ops.routing import only_xla
 from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, disk, settings
@@ -68,7 +68,7 @@ def tune(arguments: argparse.Namespace) -> int:
         return _dry_run(arguments, seconds)
     output.users_cache(writable=True)
     # For what the script starts, too; nothing else comes after it in this process.
-    os.environ.update(JAX_SPLITK_AUTOTUNE="on_miss", JAX_SPLITK_TUNE_BUDGET_S=repr(seconds))
+    os.environ.update(JAX_SPLITK_AUTOTUNE="on_miss", JAX_SPLITK_TUNE_BUDGET_S=repr(seconds), JAX_SPLITK_TUNE_LOSS="0")
     with _log_on_stderr():
         explained, watched, failures = _decided(arguments, measure=True)
     for key, entry in watched.entries.items():

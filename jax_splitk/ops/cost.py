@@ -9,7 +9,7 @@ import jax
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
-from jax_splitk.ops import lowering, trace
+from jax_splitk.ops import lowering, routing, trace
 from jax_splitk.ops.call import Call
 from jax_splitk.ops.primitives import PRIMITIVES
 from jax_splitk.problems.problem import Problem
@@ -122,7 +122,7 @@ def _nothing(platform: str) -> Callable[..., Any]:
     """A lowering rule that gives zeros: they take no computing, so XLA counts everything else."""
 
     def lowered(ctx: Any, *operands: Any, call: Call) -> Any:
-        if lowering.routed(call, ctx.avals_in, platform) is None:
+        if routing.routed(call, ctx.avals_in, platform) is None:
             return lowering.as_lax_does(ctx, operands, call)
         (out,) = ctx.avals_out
         return mlir.lower_fun(lambda *_: jnp.zeros(out.shape, out.dtype), False)(ctx, *operands)

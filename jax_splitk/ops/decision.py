@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_splitk import kernels
 from jax_splitk.kernels.base import xla
-from jax_splitk.ops.lowering import only_xla
+from jax_splitk.ops.routing import only_xla
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Choice

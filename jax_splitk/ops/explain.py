@@ -10,13 +10,15 @@ from jax.extend import core
 from jax_splitk.kernels.base import cost_model
 from jax_splitk.ops import trace
 from jax_splitk.ops.decision import Decision, decision, impossible
+from jax_splitk.ops.equations import walk
 from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.few_rows import copied_products, copy_bytes, options_of_copied
 from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.ops.lax_grouped import grouped_products
 from jax_splitk.ops.lax_products import dequantized_products
-from jax_splitk.ops.lowering import choose, competes, only_xla, served
+from jax_splitk.ops.lowering import choose
 from jax_splitk.ops.propagation import Operation
+from jax_splitk.ops.routing import competes, only_xla, served
 from jax_splitk.problems.conv_passes import PASSES
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem
@@ -95,7 +97,7 @@ def explain(
     jaxpr = trace.traced(fn, args, kwargs)
     operations = collections.Counter(trace.operations(jaxpr, fn, args, kwargs, platform))
     found = {operation: _decision(operation, target, count) for operation, count in operations.items()}
-    decisions, equations = [d for d in found.values() if d is not None], list(trace.equations(jaxpr))
+    decisions, equations = [d for d in found.values() if d is not None], list(walk(jaxpr))
     unrouted = routed(collections.Counter(left_to_lax(jaxpr)), target)
     silent = (op for op in operations if found[op] is None and isinstance(op.problem, ConvProblem))
     notes = about_silent(sum(operations[op] for op in silent))
@@ -151,7 +153,7 @@ def about_silent(count: int) -> tuple[str, ...]:
 
 def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:
     """The problems that a program leaves to lax and jax_splitk may compute, each as often as the program has it."""
-    equations = list(trace.equations(jaxpr))
+    equations = list(walk(jaxpr))
     yield from passes(equations)
     yield from grouped_products(equations)
     yield from dequantized_products(jaxpr)

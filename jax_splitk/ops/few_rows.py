@@ -17,7 +17,7 @@ from jax.extend import core
 
 from jax_splitk import kernels
 from jax_splitk.ops.dot_calls import DotCall
-from jax_splitk.ops.trace import inner
+from jax_splitk.ops.equations import inner
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.problems.dot_reference import lax_dot_general
 from jax_splitk.problems.problem import nbytes

@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from jax_splitk.ops.trace import inner
+from jax_splitk.ops.equations import inner
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import _compat

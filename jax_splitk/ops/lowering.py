@@ -15,16 +15,12 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jax_splitk import kernels
-from jax_splitk.ops import partitioning
-from jax_splitk.ops.call import MEMORY, Call, Primitive
+from jax_splitk.ops import partitioning, program
+from jax_splitk.ops.call import Call, Primitive
 from jax_splitk.ops.partitioning import Rule
+from jax_splitk.ops.routing import has_elements, only_xla, routed, served
 from jax_splitk.problems.conv_wgrad import ConvProblem
-from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.problem import Problem
-from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
-from jax_splitk.problems.quantized_ragged_epilogue import QuantizedRaggedEpilogueProblem
-from jax_splitk.problems.ragged_dot import RaggedDotProblem
-from jax_splitk.problems.ragged_parts import in_parts
 from jax_splitk.runtime import _compat, execute
 from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import Target, target_for
@@ -32,7 +28,7 @@ from jax_splitk.tuning import agreement, ahead, watch
 from jax_splitk.tuning.choice import XLA, Choice
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import announce, code_of, select, without_code
-from jax_splitk.tuning.serving import serving, would_serve
+from jax_splitk.tuning.serving import would_serve
 
 _PLATFORMS = ("cpu", "cuda")
 
@@ -62,7 +58,7 @@ def define(primitive: Primitive) -> None:
             undivided = None
             if _compat.is_automatically_partitioned(ctx):
                 target, devices = target_for(platform), _compat.device_count(ctx)
-                ahead.lowered(problem, call.options, target, _may_measure(ctx, target), devices)
+                program.lowered(problem, call.options, target, measure=_may_measure(ctx, target), devices=devices)
                 laxs = stays_laxs(ctx, problem, call.options, platform)
                 division = laxs or division_rule(ctx, call, platform)
                 if isinstance(division, Rule):
@@ -81,30 +77,9 @@ def define(primitive: Primitive) -> None:
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-def routed(call: Call, avals: Sequence[Any], platform: str) -> Problem | None:
-    """The problem of an equation; None if it is lax's: an implied one for which no family of `platform` competes."""
-    if not call.options.implied:
-        return call.problem(avals)
-    if call.options.implementation == "xla" or not _has_elements(avals):
-        return None
-    problem = call.problem(avals)
-    return problem if competes(problem, target_for(platform)) else None
-
-
-def competes(problem: Problem, target: Target) -> bool:
-    """Whether a pass that the caller did not name may be a kernel's."""
-    return any(family.competes for family in serving(problem, target))
-
-
-def _has_elements(avals: Sequence[Any]) -> bool:
-    """Whether the sizes are known, and none is 0."""
-    sizes = [size for aval in avals for size in aval.shape]
-    return _compat.is_known(*sizes) and 0 not in sizes
-
-
 def _left_to_lax(call: Call, avals: Sequence[Any]) -> None:
     """Tells watchers about a pass for which no kernel of this platform competes: one of another platform may."""
-    if watch.state.watchers and _has_elements(avals):
+    if watch.state.watchers and has_elements(avals):
         watch.state.asked(call.problem(avals), call.options)
 
 
@@ -126,44 +101,6 @@ def run_outside_jit(primitive: core.Primitive) -> None:
 @functools.lru_cache(maxsize=1024)
 def jitted(call: Call) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(call.primitive.bind, call=call))
-
-
-def _is_static(problem: Problem) -> bool:
-    """Whether all of a problem's sizes are known: none is a symbolic dimension of jax.export."""
-    values = [getattr(problem, field.name) for field in dataclasses.fields(problem)]
-    return all(isinstance(leaf, int | str) for leaf in jax.tree.leaves(values))
-
-
-@functools.lru_cache(maxsize=MEMORY)
-def only_xla(problem: Problem) -> str | None:
-    """Why no kernel on any platform takes the problem; None if one may."""
-    return problem.refusal or (None if _is_static(problem) else "symbolic shapes")
-
-
-def served(problem: Problem, platform: str) -> tuple[Problem, str]:
-    """The problem that kernels of the platform compute, and what XLA computes around them, in words. It is the problem
-    itself, unless no kernel takes it and a kernel takes the simpler one."""
-    other = None if only_xla(problem) is not None else _simpler(problem)
-    if other is None:
-        return problem, ""
-
-    def takes(problem: Problem) -> bool:
-        return any(family.problem_refusal(problem) is None for family in kernels.families(problem.op, platform))
-
-    return other if takes(other[0]) and not takes(problem) else (problem, "")
-
-
-@functools.lru_cache(maxsize=MEMORY)
-def _simpler(problem: Problem) -> tuple[Problem, str] | None:
-    """A problem whose kernel computes this one with operations of XLA's around it, and these operations in words: a
-    product without its epilogue, a grouped product of the parts of float32 numbers. None if there is none."""
-    if isinstance(problem, DotProblem) and problem.epilogue:
-        return problem.product, f"XLA computes the epilogue ({problem.epilogue})"
-    if isinstance(problem, QuantizedEpilogueProblem | QuantizedRaggedEpilogueProblem):
-        return problem.sums, f"XLA computes the epilogue ({problem.epilogue})"
-    if isinstance(problem, RaggedDotProblem) and (parts := in_parts(problem)) is not None:
-        return parts.problem, parts.note
-    return None
 
 
 def choose(
@@ -247,7 +184,7 @@ def _chosen(
     target = target_for(platform)
     measure = undivided is None and _may_measure(ctx, target)
     if not _compat.is_automatically_partitioned(ctx):
-        ahead.lowered(problem, options, target, measure)
+        program.lowered(problem, options, target, measure=measure)
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
     choice, custom_call = code_of(choice, target, options, agreed=measure)
     announce(choice, options)

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 
-from jax_splitk.ops import lowering, partitioning
+from jax_splitk.ops import lowering, partitioning, routing
 from jax_splitk.ops.call import Call
 from jax_splitk.ops.partitioning import Division, Rule, Spec
 from jax_splitk.ops.primitives import PRIMITIVES
@@ -81,7 +81,7 @@ def _marking(platform: str, marked: list[_Marked], every: bool) -> Callable[...,
     """The lowering rule that leaves markers."""
 
     def lowered(ctx: Any, *operands: Any, call: Call) -> Any:
-        problem = lowering.routed(call, ctx.avals_in, platform)
+        problem = routing.routed(call, ctx.avals_in, platform)
         if problem is None:
             return lowering.as_lax_does(ctx, operands, call)
         shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in)

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from jax_splitk import kernels
-from jax_splitk.ops import checkpointing, lowering, quantized_primitive, taylor
+from jax_splitk.ops import checkpointing, lowering, quantized_primitive, routing, taylor
 from jax_splitk.ops.call import Primitive
 from jax_splitk.ops.quantized_primitive import (
     QuantizedCall,
@@ -197,7 +197,7 @@ def _options_of(options: Options, problem: QuantizedMatmulProblem) -> Options:
     if options.implementation in (None, "xla"):
         return options
     families = [f for f in kernels.families(problem.op) if f.implementation == options.implementation]
-    serves = lowering.only_xla(problem) is None and any(f.problem_refusal(problem) is None for f in families)
+    serves = routing.only_xla(problem) is None and any(f.problem_refusal(problem) is None for f in families)
     return options if serves else dataclasses.replace(options, implementation=None)
 
 

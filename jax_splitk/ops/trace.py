@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jax_splitk.ops import lowering, propagation
+from jax_splitk.ops import propagation, routing
 from jax_splitk.ops.call import Primitive, call_of
+from jax_splitk.ops.equations import walk
 from jax_splitk.ops.propagation import Operation
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning import watch
@@ -35,16 +36,16 @@ def operations(
 
 
 def _served(operation: Operation, platform: str) -> Operation:
-    problem, said = lowering.served(operation.problem, platform)
+    problem, said = routing.served(operation.problem, platform)
     return dataclasses.replace(operation, problem=problem, note="; ".join(filter(None, (operation.note, said))))
 
 
 def ours(jaxpr: core.Jaxpr, platform: str) -> Iterator[tuple[core.JaxprEqn, Problem]]:
     """The equations of ours, also those inside other equations' functions, and their problems. Equations that are lax's
     on that platform are left out."""
-    for eqn in equations(jaxpr):
+    for eqn in walk(jaxpr):
         if isinstance(eqn.primitive, Primitive):
-            problem = lowering.routed(call_of(eqn), [var.aval for var in eqn.invars], platform)
+            problem = routing.routed(call_of(eqn), [var.aval for var in eqn.invars], platform)
             if problem is not None:
                 yield eqn, problem
 
@@ -54,7 +55,7 @@ def _spans_devices(jaxpr: core.Jaxpr, arguments: Any) -> bool:
     shardings and meshes that it names itself. Arrays that it closes over do not count."""
     if any(_several(getattr(array, "sharding", None)) for array in jax.tree.leaves(arguments)):
         return True
-    return any(_several(placement) for eqn in equations(jaxpr) for placement in _placements(eqn))
+    return any(_several(placement) for eqn in walk(jaxpr) for placement in _placements(eqn))
 
 
 def _placements(eqn: core.JaxprEqn) -> Iterator[Any]:
@@ -69,24 +70,3 @@ def _several(placement: Any) -> bool:
         return placement.size > 1
     abstract = isinstance(getattr(placement, "mesh", None), jax.sharding.AbstractMesh)
     return isinstance(placement, jax.sharding.Sharding) and not abstract and placement.num_devices > 1
-
-
-def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """All equations of a function, also those inside other equations' functions."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in inner(eqn):
-            yield from equations(body)
-
-
-def inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """The functions that an equation holds."""
-    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)

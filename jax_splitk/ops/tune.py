@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jax_splitk.ops import lowering, trace
+from jax_splitk.ops import routing, trace
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import disk
@@ -63,7 +63,7 @@ def tune(
     for found in trace.operations(trace.traced(fn, args, kwargs), fn, args, kwargs, local_platform(), every=True):
         options = found.options
         ours = found.undivided is None and options.config is None and options.implementation != "xla"
-        if ours and lowering.only_xla(found.problem) is None and why_not_tuned(found.problem, target) is None:
+        if ours and routing.only_xla(found.problem) is None and why_not_tuned(found.problem, target) is None:
             wanted[(found.problem, options.workspace_limit)] += 1
     return _tune_all(wanted, seconds, again, counted=True)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -281,3 +282,16 @@ def profiled(work: Callable[[], object], options: Any) -> Any:
             finally:
                 state.reset()
     return jax.profiler.ProfileData.from_serialized_xspace(data)
+
+
+def lowered_function() -> core.Jaxpr | None:
+    """The function that JAX lowers in this thread, a whole program; None if it lowers none.
+
+    A lowering rule sees one equation of it. It is a variable of one of the rule's callers, the same object for all
+    equations.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "lower_jaxpr_to_module":
+        frame = frame.f_back
+    found = None if frame is None else frame.f_locals.get("jaxpr")
+    return found.jaxpr if isinstance(found, core.ClosedJaxpr) else found if isinstance(found, core.Jaxpr) else None

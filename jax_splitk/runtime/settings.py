@@ -13,6 +13,7 @@ _DEFAULTS = {
     "JAX_SPLITK_AUTOTUNE": "",  # the platform's
     "JAX_SPLITK_COMPILE_AHEAD": "on",
     "JAX_SPLITK_TUNE_BUDGET_S": "10",
+    "JAX_SPLITK_TUNE_LOSS": "0.01",
     "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
     "JAX_SPLITK_PROGRESS": "auto",
 }
@@ -48,6 +49,18 @@ def word(name: str, default: str = "") -> str:
 def seconds(name: str) -> float:
     """The variable's value as a number of seconds; SettingError unless it is above 0."""
     return positive(name, os.environ.get(name) or _DEFAULTS[name], "seconds")
+
+
+def share(name: str) -> float:
+    """The variable's value as a share of a whole; SettingError unless it is at least 0 and below 1."""
+    text = os.environ.get(name) or _DEFAULTS[name]
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise SettingError(f"{name}={text!r}; accepted: a number of at least 0 and below 1")
+    return value
 
 
 def positive(name: str, text: str, unit: str) -> float:
@@ -95,6 +108,8 @@ def mistakes() -> list[str]:
                 word(name, WORDS[name][0])
             elif name.endswith("_S"):
                 seconds(name)
+            elif name.endswith("_LOSS"):
+                share(name)
         except ValueError as error:
             found.append(str(error))
     return [*found, *_wrong_folders()]

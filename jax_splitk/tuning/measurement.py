@@ -40,6 +40,7 @@ def measurement(query: Query) -> Found | None:
             _logger.info("%s: not tuned; %s", query.key.problem, _obstacle(query) or command(query.key, query.limit))
         return None
     seconds = tuner.budget_seconds()
+    settings.share("JAX_SPLITK_TUNE_LOSS")  # the lowering read it, but raised nothing
     try:
         for key in keys:
             found = tuned(key, query.limit, seconds, query.again)
@@ -59,7 +60,9 @@ def to_measure(query: Query) -> list[Key]:
     allowed = query.here and disk.mode() != "frozen" and _obstacle(query) is None
     if not allowed or not watch.state.measures(query.options) or not autotune(query.key.target):
         return []
-    itself = query.exact or (query.held is not None and buckets.REPRESENTATIVE not in query.held.entry.metadata)
+    if query.key in searches.state.program.left and not query.exact:
+        return []
+    itself = query.exact or (query.held is not None and len(query.held.entry.measurements) > 0)
     return [query.key] if itself else buckets.to_tune(query.key, query.limit)
 
 

@@ -1,6 +1,5 @@
 """The searches of a process, running and queued. `searches.state` belongs to this process."""
 
-import collections
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 from jax_splitk.problems.problem import Problem
 from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.progress import Progress
+from jax_splitk.tuning.worth import Program
 
 
 class Searches:
@@ -21,7 +20,7 @@ class Searches:
       running: searches that run, or whose entries nobody has taken yet.
       queue: searches that may come next.
       awaiting: problems of traced operations for which the decision of a search may hold, which is for another problem.
-      traced: operations, by problem and the caller's options, that may be lowered next (ahead.py).
+      program: the program that is lowered, whose problems are not all worth a measurement (worth.py).
       abandoned: cancelled searches whose threads may still run.
       unsaved: measurements that could not be stored, so that a process measures a problem once in any case.
       progress: the user's view.
@@ -32,7 +31,7 @@ class Searches:
         self.running: dict[tuple[Key, int], Any] = {}
         self.queue: dict[tuple[Key, int], Any] = {}
         self.awaiting: dict[tuple[Key, int], list[Problem]] = {}
-        self.traced: collections.OrderedDict[tuple[Problem, Options], None] = collections.OrderedDict()
+        self.program = Program()
         self.abandoned: list[Any] = []
         self.unsaved: dict[Key, Entry] = {}
         self.progress = Progress()

@@ -19,7 +19,7 @@ from benchmarks.models.__main__ import main
 from benchmarks.models.layers import OURS, STOCK, Layers, Model, Params, Weights
 from benchmarks.models.measure import train_step
 from benchmarks.models.passes import FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Launch
-from jax_splitk.ops import trace
+from jax_splitk.ops.equations import walk
 from jax_splitk.tuning import watch
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
@@ -102,7 +102,7 @@ def test_every_convolution_is_explained(name: str) -> None:
     (model,) = models.find([name])
     params, data = model.initial(), model.data(np.random.default_rng(0))
     loss = jax.make_jaxpr(functools.partial(model.loss, STOCK))(params, *data)
-    convolutions = sum(equation.primitive.name == "conv_general_dilated" for equation in trace.equations(loss.jaxpr))
+    convolutions = sum(equation.primitive.name == "conv_general_dilated" for equation in walk(loss.jaxpr))
     found = jax_splitk.explain(functools.partial(train_step, model, OURS), params, *data, platform="cuda")
     counts = {op: 0 for op in ("conv_fprop", "conv_dgrad", "conv_wgrad", "dot_general")}
     for decision in found.decisions:

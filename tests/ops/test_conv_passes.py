@@ -20,6 +20,7 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import lowering, trace
 from jax_splitk.ops.call import call_of
 from jax_splitk.ops.decision import Decision
+from jax_splitk.ops.equations import walk
 from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem, transposed
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.plan import HOST_CONV_TARGET as HOST
@@ -204,7 +205,7 @@ def test_a_transposed_convolution_is_an_input_gradient(strides: tuple[int, int])
             return jax.lax.conv_transpose(x, w, strides, "SAME", transpose_kernel=True)
 
     forward = trace.traced(upsample, (x, w), {})
-    (eqn,) = [eqn for eqn in trace.equations(forward) if eqn.primitive.name == "conv_fprop"]
+    (eqn,) = [eqn for eqn in walk(forward) if eqn.primitive.name == "conv_fprop"]
     (problem,) = [d.problem for d in jax_splitk.explain(fprop(Conv(
         (5, 6), (4, 4), 2, (4, 8), strides=(1, 1), lhs_dilation=strides, padding=call_of(eqn).convolution.padding
     )), x, jnp.ones((4, 4, 4, 8))).decisions]  # fmt: skip
@@ -265,7 +266,7 @@ def test_vmap_is_one_pass(name: str, axes: tuple[int | None, int | None]) -> Non
             for i, axis in zip(each.which, axes, strict=True)
         ]
         ours = jax.vmap(each.ours(conv), axes, 1)
-        names = [eqn.primitive.name for eqn in trace.equations(jax.make_jaxpr(ours)(*operands).jaxpr)]
+        names = [eqn.primitive.name for eqn in walk(jax.make_jaxpr(ours)(*operands).jaxpr)]
         assert sum(name.startswith("conv_") for name in names) == 1
         assert not {"scan", "while"} & set(names)
         assert_same(*together((ours, jax.vmap(each.lax(conv), axes, 1)), *operands))

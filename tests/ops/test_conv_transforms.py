@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
-from jax_splitk.ops import trace
+from jax_splitk.ops.equations import walk
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET as HOST
 from tests.convolutions import GEOMETRIES, PLAIN, Conv
 from tests.exhaustive import thinned
@@ -38,7 +38,7 @@ def integers(*shapes: tuple[int, ...], seed: int = 1) -> list[jax.Array]:
 
 
 def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-    return trace.equations(jax.make_jaxpr(function)(*args).jaxpr)
+    return walk(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def squared(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -19,6 +19,7 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import trace
 from jax_splitk.ops.call import Primitive, call_of
 from jax_splitk.ops.decision import Decision, Gain
+from jax_splitk.ops.equations import walk
 from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.lax_convolutions import passes
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
@@ -349,9 +350,9 @@ def test_the_problems_of_a_plain_convolution_are_the_routed_ones(name: str, insi
         x, w = x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1)
     fn = functools.partial(plain, **geometry)
     fn = fn if inside is None else inside(fn)
-    found = set(passes(list(trace.equations(trace.traced(jax.grad(fn, (0, 1)), (w, x), {})))))
+    found = set(passes(list(walk(trace.traced(jax.grad(fn, (0, 1)), (w, x), {})))))
     with jax_splitk.intercept():
-        routed = trace.equations(trace.traced(jax.grad(fn, (0, 1)), (w, x), {}))
+        routed = walk(trace.traced(jax.grad(fn, (0, 1)), (w, x), {}))
         expected = {
             call_of(eqn).problem([var.aval for var in eqn.invars])
             for eqn in routed

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk import prepack, quantize, quantized_matmul
 from jax_splitk.kernels.cpu import quantized as quantized_host
-from jax_splitk.ops import quantized_primitive, trace
+from jax_splitk.ops import quantized_primitive
+from jax_splitk.ops.equations import walk
 from jax_splitk.problems import quantized_reference
 from jax_splitk.quantized import PackedWeight, dequantize, unpack
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET
@@ -445,7 +446,7 @@ def test_gradients_of_a_vmapped_model_are_those_of_its_batch() -> None:
     whole = jax.grad(functools.partial(loss, product=HOST), (0, 1))
     for ours, theirs in zip(mapped(w.scale, w.zero_point), whole(w.scale, w.zero_point), strict=True):
         np.testing.assert_array_equal(float32(ours), float32(theirs))
-    sizes = [out.aval.size for eqn in trace.equations(jax.make_jaxpr(mapped)(w.scale, w.zero_point).jaxpr)
+    sizes = [out.aval.size for eqn in walk(jax.make_jaxpr(mapped)(w.scale, w.zero_point).jaxpr)
              for out in eqn.outvars]  # fmt: skip
     assert max(sizes) < 16 * 192 * 64 / 4
 

@@ -14,6 +14,7 @@ from jax import numpy as jnp
 import jax_splitk
 from jax_splitk.kernels.cpu.ragged import Config
 from jax_splitk.ops import trace
+from jax_splitk.ops.equations import walk
 from tests.exhaustive import thinned
 from tests.problems import generator
 
@@ -127,7 +128,7 @@ def test_every_pass_is_ours() -> None:
     """The trace of a gradient has three grouped products, and no transposed copy of the weights."""
     x, w = _operands(425, (6, 3), (4, 3, 5))
     gradient = jax.grad(lambda x, w: jnp.sum(jax_splitk.ragged_dot(x, w, SIZES) ** 2), (0, 1))
-    equations = list(trace.equations(jax.make_jaxpr(gradient)(x, w).jaxpr))
+    equations = list(walk(jax.make_jaxpr(gradient)(x, w).jaxpr))
     named = [eqn.primitive.name for eqn in equations]
     assert named.count("jax_splitk_ragged_dot") == 3
     assert not {"transpose", "ragged_dot_general", "dot_general"} & set(named)
@@ -144,7 +145,7 @@ def test_checkpoint_policies_see_a_product() -> None:
     def count(policy: Any) -> int:
         block = jax.checkpoint(lambda x, w: jnp.sin(jax_splitk.ragged_dot(x, w, SIZES)), policy=policy)
         jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(block(x, w)), (0, 1)))(x, w)
-        return [e.primitive.name for e in trace.equations(jaxpr.jaxpr)].count("jax_splitk_ragged_dot")
+        return [e.primitive.name for e in walk(jaxpr.jaxpr)].count("jax_splitk_ragged_dot")
 
     policies = jax.checkpoint_policies
     assert count(policies.dots_saveable) == count(policies.dots_with_no_batch_dims_saveable) == 3

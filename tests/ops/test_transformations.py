@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from jax.experimental import jet
 
 import jax_splitk
-from jax_splitk.ops import trace
+from jax_splitk.ops.equations import walk
 from tests.exhaustive import thinned
 from tests.problems import generator, seeded
 from tests.transformations import Operation, Step, assert_alike, operations, steps
@@ -145,7 +145,7 @@ def test_checkpoint_policies_save_what_they_save_of_laxs(name: str, policy: str)
 
         block = jax.checkpoint(chain, policy=_POLICIES[policy])
         gradient = jax.grad(lambda x, w, f=block: f(x, w).sum(), (0, 1))
-        named = [eqn.primitive.name for eqn in trace.equations(jax.make_jaxpr(gradient)(x, w).jaxpr)]
+        named = [eqn.primitive.name for eqn in walk(jax.make_jaxpr(gradient)(x, w).jaxpr)]
         product = re.compile(r"conv_(?!ert)|.*dot_general|quantized_matmul")
         counts.append((sum(bool(product.match(each)) for each in named), named.count("device_put")))
         gradients.append(jax.jit(gradient)(x, w))

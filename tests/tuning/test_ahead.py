@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax import numpy as jnp
 
 import jax_splitk
 from benchmarks.cases import WGRAD_CASES, Case
 from jax_splitk.ops import lowering, tune
 from jax_splitk.problems.conv_epilogue import with_epilogue
 from jax_splitk.problems.conv_passes import ConvFpropProblem
+from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
@@ -27,6 +27,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.worth import Operation
 from tests.problems import conv_of
 from tests.tuning_cache import put, wgrad
 
@@ -72,6 +73,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     monkeypatch.setattr(compiler, "pool", pool.Pool())
     monkeypatch.setattr(pool, "cores", lambda: 8)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
+    monkeypatch.setenv("JAX_SPLITK_TUNE_LOSS", "0")  # with "on_miss" every problem is measured
     jax.clear_caches()  # what another test has traced would not be traced again
     return played
 
@@ -237,19 +239,6 @@ def test_a_trace_neither_fails_nor_speaks(
     run.trace(args)
 
 
-def test_notes_of_what_nobody_lowers_are_bounded(compilations: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_MOST", 3)
-    for case in CASES:
-        run, args = program(case)
-        run.eval_shape(args)
-    assert [problem for problem, _ in searches.state.traced] == [case.problem() for case in CASES[1:]]
-    run, args = program(Case("tiny", 2, 5, 5, 4, 4, (1, 1), dtype="float32"))
-    run.lower([tuple(jnp.zeros(one.shape) for one in args[0])])
-    found = [problem for problem, _ in searches.state.traced]
-    assert found == [case.problem() for case in CASES[2:]], "what is lowered, on any platform, is not to come"
-    assert compiler.pool._futures == {}
-
-
 # ---- searches ------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +264,12 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Searches:
 
 def first_kernels(key: Key) -> set[Source]:
     return {c.plan(key.problem).source for c in search.first_round(key, search.predicted(key))}
+
+
+def lower(*problems: Problem) -> None:
+    """The lowering of a program of these problems begins, and may measure."""
+    operations = [Operation(problem, Options(), 1) for problem in problems]
+    ahead.begin(operations, DEFAULT_CUDA, measure=True, under_way=None)
 
 
 KEYS = [key_for(case.problem(), DEFAULT_CUDA) for case in CASES]
@@ -348,7 +343,9 @@ def test_a_miss_is_compiled_when_it_comes_to_be_measured(
     run, args = program(*CASES)
     run.trace(args)
     assert compiler.pool._futures == {}
+    lower(*(case.problem() for case in CASES))
     assert [key for key, _ in searches.state.queue] == KEYS
+    assert compiler.pool._futures == {}
     played.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
     tuner.tune(KEYS[0])
 
@@ -496,8 +493,7 @@ def test_a_decision_prepares_what_it_decides_besides(
             break
     best = search.ranked(key)[0]
     together.ends = lambda this: Entry.of(this.key, best if holds else XLA, workspace_limit_bytes=LIMIT)
-    for problem in (plain, dilated):
-        ahead.traced(problem, Options())
+    lower(plain, dilated)
     assert list(searches.state.queue) == [(key, LIMIT)], "the model says that no decision holds"
     assert best.plan(dilated).source not in compilations.workers
     tuner.tune(key, LIMIT)
@@ -520,7 +516,7 @@ def test_a_decision_prepares_the_kernel_with_an_epilogue(
     key = key_for(whole, DEFAULT_CUDA)
     best = next(c for c in search.ranked(key) if c.family.finishes(whole, c.config) == fused)
     together.ends = lambda this: Entry.of(this.key, best, workspace_limit_bytes=LIMIT)
-    ahead.traced(whole, Options())
+    lower(whole)
     tuner.tune(key, LIMIT)
     compilations.wait_for(best.plan(whole if fused else alone).source)
 
@@ -530,8 +526,7 @@ def test_a_choice_of_xla_needs_no_kernel_with_an_epilogue(together: Together, mo
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     alone = conv_of(ConvFpropProblem, (28, 28), (3, 3), (64, 64), batch=64, padding=1, dtype="bfloat16")
     wholes = [with_epilogue(alone, activation=name) for name in ("relu", "silu")]
-    for whole in wholes:
-        ahead.traced(whole, Options())
+    lower(*wholes)
     key = key_for(alone, DEFAULT_CUDA)
     assert searches.state.awaiting == {(key, LIMIT): wholes}
     tuner._prepare_represented(Entry.of(key, XLA), LIMIT)
