@@ -18,6 +18,7 @@ DOUBT = 0.15
 # uncertainty. Held out by problem, 1,335 recorded problems lose 3.4% in the mean, and the uncertainty is 13%.
 _LOSS_WITHIN = 0.25
 _LOSS_TO_UNKNOWN_XLA = 0.03
+_LOSS_OF_RULE = 0.2  # where XLA is chosen without measurement, whatever the models say
 
 
 def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: Target) -> list[Candidate]:
@@ -60,6 +61,8 @@ def expected_loss(candidate: Candidate, seconds: float, problem: Problem, target
     """
     if candidate.family is None:
         return 0.0
+    if candidate.family.why_xla_untuned(problem) is not None:
+        return _LOSS_OF_RULE
     own = candidate.family.uncertainty(problem, target)
     of_xla = xla.estimate(problem, target)
     if of_xla is None:

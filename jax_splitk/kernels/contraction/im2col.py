@@ -83,7 +83,7 @@ _OWN_STEPS = 36  # of a tile at most, in the mean of its phases: measured with 1
 _MIN_GROUP = 24  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
 _LEAST_ROW = 16  # channels of groups that are not padded
 _WEIGHT_SIDE, _WEIGHT_THREADS = 32, 256  # see contraction/weight.cuh
-_FEW_CHANNELS, _FEW_COLUMNS = 64, 16  # see `_unmeasured`
+_FEW_COLUMNS = 16  # see `_unmeasured`
 
 
 def _channel_blocks(problem: ConvProblem) -> int:
@@ -495,13 +495,10 @@ def _is_mn_major(problem: ConvProblem) -> bool:
 
 
 def _unmeasured(p: ConvProblem) -> str | None:
-    """Why XLA is preferred for a pass of a kind of which no times are known; None for the kinds that XLA computes
-    slowly: few channels in float32, and few channels of the result."""
-    channels, columns = forward(p).group_channels
+    """Why XLA is preferred for a pass of a kind of which no times are known; None for other kinds."""
+    columns = forward(p).group_channels[1]
     if transposes(p) and is_matrix_product(p):
         return "products whose weight is transposed first were not measured"
-    if p.dtype == "float32" and max(channels, columns) > _FEW_CHANNELS:
-        return f"float32 with {channels} to {columns} channels, more than {_FEW_CHANNELS}, was not measured"
     if columns % 4 and columns > _FEW_COLUMNS:
         return f"{columns} channels of the result, no multiple of 4 and more than {_FEW_COLUMNS}, were not measured"
     return None
