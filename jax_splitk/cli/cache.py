@@ -76,7 +76,7 @@ def show(arguments: argparse.Namespace) -> int:
         str(key.problem),
         f"file {item.path}",
         f"for {_machine(key)} ({', '.join(key.environment.abi)})",
-        f"searched within {entry.workspace_limit_bytes} bytes of workspace",
+        *([] if entry.is_unmeasured else [f"searched within {entry.workspace_limit_bytes} bytes of workspace"]),
         f"choice {entry.choice}: {output.number(us)} us, XLA {output.number(xla)} us, ratio "
         f"{output.number(ratio, '.2f')}, regret of the cost model {output.number(entry.regret, '.1%')}",
         *filter(None, [flips.describe(entry)]),
@@ -174,10 +174,11 @@ def _merged(
 
 
 def _measured(item: Stored) -> Stored:
-    """The item; without its entry if the choice is a kernel that was never measured."""
-    if item.entry is None or item.entry.choice == XLA or item.entry.us(item.entry.choice) is not None:
+    """The item; without its entry if the choice is a kernel that a search never measured."""
+    entry = item.entry
+    if entry is None or entry.choice == XLA or entry.is_unmeasured or entry.us(entry.choice) is not None:
         return item
-    return Stored(item.path, None, f"its choice {item.entry.choice} was not measured", item.foreign)
+    return Stored(item.path, None, f"its choice {entry.choice} was not measured", item.foreign)
 
 
 def _held(file: pathlib.Path) -> dict[Key, Stored]:

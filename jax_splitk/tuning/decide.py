@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from jax_splitk.runtime import disk
-from jax_splitk.tuning import agreement, buckets, certainty, lookup, model, once, searches, store, watch, worth
+from jax_splitk.tuning import agreement, buckets, certainty, lookup, model, once, searches, store, watch
 from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key
@@ -168,16 +168,9 @@ def decide(query: Query) -> Choice | None:
         choice = _choice(answer, query) if isinstance(answer, Found) else answer
         if choice is not None:
             if query.final and query.here and query.held is None and query.key in searches.state.program.left:
-                _keep(choice, query)
+                store.save(Entry.unmeasured(query.key, choice.candidate, choice.because))  # so that frozen mode has it
             return choice
     return None
-
-
-def _keep(choice: Choice, query: Query) -> None:
-    """Stores a choice for a problem that is not worth a measurement, so that frozen mode has it. A search takes its
-    place where another program makes it worth one."""
-    metadata = {worth.NOT_MEASURED: choice.because}
-    store.save(Entry.of(query.key, choice.candidate, metadata=metadata, workspace_limit_bytes=0))
 
 
 def _choice(found: Found, query: Query) -> Choice | None:
@@ -188,8 +181,7 @@ def _choice(found: Found, query: Query) -> Choice | None:
         return None
 
     def times() -> Times:
-        unmeasured = not entry.metadata.keys().isdisjoint((buckets.REPRESENTATIVE, worth.NOT_MEASURED))
-        if unmeasured and candidate.family is not None:
+        if (entry.is_unmeasured or buckets.REPRESENTATIVE in entry.metadata) and candidate.family is not None:
             seconds = candidate.family.estimate(entry.key.problem, candidate.config, entry.key.target)
             return Times(seconds * 1e6, predicted=True)
         if entry.key != query.key:  # another GPU's times are a prediction here

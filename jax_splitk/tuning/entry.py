@@ -1,6 +1,7 @@
 """Entries: the choice for a key, with the measurements behind it, and its JSON form. A file is never trusted."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import logging
@@ -16,6 +17,8 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 _logger = logging.getLogger("jax_splitk")
 
 _XLA = XLA.name
+# Key in an entry's metadata: what chose, for a problem that was not worth a measurement (worth.py).
+_CHOSEN_BY = "not measured, chosen by"
 
 
 class InvalidEntry(ValueError):
@@ -66,6 +69,17 @@ class Entry:
             "measurements": [measurement.as_dict() for measurement in measurements],
         }
         return Entry(key, choice, workspace_limit_bytes, evidence)
+
+    @staticmethod
+    def unmeasured(key: Key, choice: Candidate, because: str) -> "Entry":
+        """The entry of a problem that was not worth a measurement. A search takes its place where there is one."""
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Entry.of(key, choice, metadata={"date": date, _CHOSEN_BY: because}, workspace_limit_bytes=0)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether the problem was not worth a measurement."""
+        return _CHOSEN_BY in self.metadata
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:

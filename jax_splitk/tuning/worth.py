@@ -17,9 +17,6 @@ from jax_splitk.tuning import certainty, model
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
 
-# Key in an entry's metadata: its choice was not measured, since a program left the problem.
-NOT_MEASURED = "not worth a measurement"
-
 
 class Operation(NamedTuple):
     """An operation, and how many times a program runs it."""

@@ -19,7 +19,7 @@ from jax_splitk.runtime import compiler, disk, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store, table
-from jax_splitk.tuning.entry import Measurement
+from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import SCHEMA, key_for
 from jax_splitk.tuning.result import TuningResult
 from tests.command_line import command, refused, run, text
@@ -434,6 +434,24 @@ def test_a_choice_that_was_never_measured_is_refused_and_shown(
     found = run(capsys, "cache", "merge", cache, tmp_path / "b", code=1)
     assert found["unusable"][0]["reason"] == f"its choice {B} was not measured"
     assert not (tmp_path / "b").exists()
+
+
+def test_a_choice_that_was_not_worth_a_measurement_is_kept_until_there_is_one(
+    cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    path = cache / key_of().file
+    assert disk.write(path, Entry.unmeasured(key_of(), B, "the cost model").dumps().encode())
+    assert f"not measured: {B}" in text(capsys, "cache", "ls")
+    shown = text(capsys, "cache", "show", path)
+    assert "not measured, chosen by the cost model" in shown and "searched within" not in shown
+    run(capsys, "cache", "merge", cache, tmp_path / "b")
+    found = got(tmp_path / "b", key_of())
+    assert found is not None and found.is_unmeasured and found.choice == B
+    put(tmp_path / "c", key_of(), {X: 30.0, A: 20.0}, OLD)
+    for source, destination in (("b", "c"), ("c", "b")):
+        run(capsys, "cache", "merge", tmp_path / source, tmp_path / destination)
+        found = got(tmp_path / destination, key_of())
+        assert found is not None and found.choice == A and not found.is_unmeasured
 
 
 @pytest.mark.parametrize("words", [("merge", "nowhere"), ("export",)])

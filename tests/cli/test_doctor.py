@@ -88,7 +88,7 @@ def test_settings_are_shown_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "JAX_SPLITK_AUTOTUNE": "off" if jax.default_backend() == "cpu" else "on_miss",
         "JAX_SPLITK_COMPILE_AHEAD": "on",
         "JAX_SPLITK_TUNE_BUDGET_S": "10",
-        "JAX_SPLITK_TUNE_LOSS": "0.01",
+        "JAX_SPLITK_TUNE_LOSS": "0.015",
         "JAX_SPLITK_AGREEMENT_TIMEOUT_S": "60",
         "JAX_SPLITK_PROGRESS": "auto",
         "JAX_SPLITK_CACHE_DIR": str(tmp_path / "new" / "cache"),

@@ -18,7 +18,7 @@ from jax_splitk.kernels.base.xla import Estimate
 from jax_splitk.ops import lowering
 from jax_splitk.runtime import settings, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import certainty, model, search, searches, select, store, tuner, worth
+from jax_splitk.tuning import certainty, model, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
@@ -185,8 +185,7 @@ def test_the_choice_is_stored_and_gives_way_to_a_search(
     found = store.lookup(KEYS[SMALL])
     assert found is not None
     entry = found.entry
-    assert not entry.measurements
-    assert worth.NOT_MEASURED in entry.metadata
+    assert entry.is_unmeasured and not entry.measurements
     unstored = select.select(SMALL.problem(), DEFAULT_CUDA, Options())
     assert entry.choice == unstored.candidate
     assert unstored.times.predicted
@@ -205,7 +204,7 @@ def test_the_choice_is_stored_and_gives_way_to_a_search(
     measured = store.lookup(KEYS[SMALL])
     assert measured is not None
     assert measured.entry.is_searched(DEFAULT_WORKSPACE_LIMIT)
-    assert worth.NOT_MEASURED not in measured.entry.metadata
+    assert not measured.entry.is_unmeasured
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1", "nan", "much"])
