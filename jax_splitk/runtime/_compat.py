@@ -285,7 +285,8 @@ def profiled(work: Callable[[], object], options: Any) -> Any:
 
 
 def lowered_function() -> core.Jaxpr | None:
-    """The function that JAX lowers in this thread, a whole program; None if it lowers none.
+    """The function that JAX lowers in this thread, a whole program; None if it lowers none, or a part of an operation
+    for XLA's partitioner.
 
     A lowering rule sees one equation of it. It is a variable of one of the rule's callers, the same object for all
     equations.
@@ -293,5 +294,6 @@ def lowered_function() -> core.Jaxpr | None:
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != "lower_jaxpr_to_module":
         frame = frame.f_back
-    found = None if frame is None else frame.f_locals.get("jaxpr")
+    is_part = frame is None or (frame.f_back is not None and frame.f_back.f_code.co_name == "build_mlir_module_helper")
+    found = None if frame is None or is_part else frame.f_locals.get("jaxpr")
     return found.jaxpr if isinstance(found, core.ClosedJaxpr) else found if isinstance(found, core.Jaxpr) else None

@@ -19,7 +19,7 @@ from jax_splitk.tuning.serving import why_not_tuned
 
 _logger = logging.getLogger("jax_splitk")
 
-_ENDS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+_LOWERED, _COMPILED = (f"/jax/core/compile/{name}_duration" for name in ("jaxpr_to_mlir_module", "backend_compile"))
 
 
 def autotune(target: Target) -> bool:
@@ -106,11 +106,12 @@ def _searched(key: Key, workspace_limit: int) -> Found | None:
 
 @functools.cache
 def _listen() -> None:
-    """Ends a run of measurements together with the lowering that began it, or with XLA's compilation, whose partitioner
-    asks for a device's part."""
+    """Ends a run of measurements together with the lowering that began it, or with XLA's compilation, if its
+    partitioner divides the program: it asks for the devices' parts."""
 
     def ended(event: str, duration_secs: float, **_: Any) -> None:
-        if event in _ENDS and searches.state.progress.lowered():
+        is_end = event == _COMPILED or (event == _LOWERED and not searches.state.program.is_divided)
+        if is_end and searches.state.progress.lowered():
             tuner.give_up_ahead()
 
     jax.monitoring.register_event_duration_secs_listener(ended)

@@ -31,11 +31,13 @@ class Program:
 
     Attributes:
       function: its traced function, as JAX lowers it.
+      is_divided: whether XLA's partitioner divides its operations among devices.
       left: keys of problems that are not measured for it, or were not for the last program that had them.
     """
 
     def __init__(self) -> None:
         self.function: Any = None
+        self.is_divided = False
         self.left: frozenset[Key] = frozenset()
 
     def leave(

@@ -30,7 +30,7 @@ from jax_splitk.tuning.select import select
 REGRET = {
     "all": (1.3, 11.5),
     "conv_fprop": (1.2, 7.5),
-    "conv_dgrad": (1.0, 7.0),
+    "conv_dgrad": (1.0, 7.5),
     "conv_wgrad": (1.4, 17.0),
     "dot_general": (1.5, 17.0),
     "quantized_matmul": (1.3, 10.0),
@@ -95,7 +95,6 @@ KNOWN: dict[Option, str] = {
     Option("dot_few_rows"): "no product of few rows was timed so far with it",
     Option("quantized_experts"): "no grouped product with packed weights was timed so far",
     Option("wgrad_grouped_padded"): "no groups that only it serves were timed so far",
-    Option("wgrad_im2col_padded"): "timed on six problems so far, of at most 61 channels",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }

@@ -564,6 +564,19 @@ def test_what_nobody_waits_for_is_given_up_and_kept(together: Together, cache: p
     assert together.begun == [*MANY[:3], MANY[2]]
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_searches_end_with_what_asks_for_them(divided: bool, together: Together) -> None:
+    """The lowering, or, where XLA's partitioner divides the program and asks for the parts, the compilation."""
+    measurement._listen()
+    searches.state.program.is_divided = divided
+    for event, ends in ((measurement._LOWERED, not divided), (measurement._COMPILED, True)):
+        with searches.state.progress.measuring(MANY[0], 1.0) as measured:
+            measured.append(tuner.tune(MANY[0], LIMIT))
+        tuner._begin(MANY[1], LIMIT, None, 1.0)
+        jax.monitoring.record_event_duration_secs(event, 1.0)
+        assert (searches.state.running == {}) == ends
+
+
 def test_ctrl_c_gives_up_all_that_are_under_way(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
     together.held = {MANY[0]: threading.Event(), MANY[2]: threading.Event()}
 
