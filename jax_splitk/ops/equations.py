@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+_TURNS = "length"  # the parameter of lax's scan
+
 
 def walk(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """All equations of a function, also those inside other equations' functions."""
@@ -17,7 +19,7 @@ def counted(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[core.JaxprEqn, 
     loop whose end only its data tell, count once."""
     for eqn in jaxpr.eqns:
         yield eqn, times
-        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        turns = eqn.params[_TURNS] if eqn.primitive.name == "scan" else 1
         for body in inner(eqn):
             yield from counted(body, times * turns)
 

@@ -44,7 +44,7 @@ def left(operations: list[Operation], loss: float = 0.01, measured: Callable[[Ke
 
 
 def seconds(case: Case) -> float:
-    """Of the faster one of our kernel and XLA's, by the models."""
+    """How long the faster one of our kernel and XLA's takes, by the models."""
     best, xlas = model.best(KEYS[case], DEFAULT_WORKSPACE_LIMIT), xla.estimate(case.problem(), DEFAULT_CUDA)
     assert best is not None
     assert xlas is not None
@@ -76,7 +76,7 @@ def test_an_operation_counts_as_often_as_it_runs() -> None:
 
 
 def test_what_is_not_measured_anyway_counts_as_time_alone() -> None:
-    """Of the problems that have decisions nothing is lost."""
+    """A decision that was measured loses nothing."""
     both = [Operation(case.problem(), Options(), 1) for case in (LARGE, SMALL)]
     found = left(both, measured=lambda key: None if key == KEYS[LARGE] else key)
     assert found == {KEYS[SMALL]}
