@@ -62,6 +62,15 @@ __device__ inline float finished(float v, const Residual& residual) {
   return v;
 }
 
+// Makes results of eight sums, in place. The residual, of 16 bits, comes in pairs.
+[[maybe_unused]] __device__ inline void finish(const unsigned (&residual)[4], float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const auto& pair = reinterpret_cast<const Vec<Residual, 2>&>(residual[i / 2]);
+    v[i] = finished<OUT == FLOAT ? activated : activated_fast>(v[i], pair.v[i % 2]);
+  }
+}
+
 struct Epilogue {
   const Bias* bias;
   const Residual* residual;
@@ -95,6 +104,14 @@ struct Epilogue {
     if constexpr (RESIDUAL_TYPE >= 0)
       r = *reinterpret_cast<const Vec<Residual, N>*>(residual + (to - result));
     return r;
+  }
+
+  // The result from a sum, for element `at` of the result.
+  __device__ float finished_one(float sum, size_t at, int column) const {
+    float one[1];
+    load_bias(column, one);
+    const Residual of = RESIDUAL_TYPE < 0 ? Residual(0.f) : residual[at];
+    return finished<OUT == FLOAT ? activated : activated_fast>(sum + one[0], of);
   }
 
   // Stores what becomes of neighbours in a row, at `to` in the result.

@@ -11,8 +11,8 @@
 // are neighbours in memory (a tap's channels or, with RUNS, those of a filter row), and segments are filled
 // up to eights, so that what a lane loads is a compile-time constant away from its pixel. Fillings are zeros:
 // in A, where neighbours of the window are read in their place, and in B, the weights, which stay in shared
-// memory while thread blocks go from tile to tile: MN-major under the 128-byte swizzle, or for float32 K-major
-// without swizzle, [four elements][output channel] of 16 bytes.
+// memory while thread blocks go from tile to tile: MN-major under the 128-byte swizzle, or for float32
+// K-major without swizzle, [four elements][output channel] of 16 bytes.
 //
 // float32 is rounded to tf32 (to nearest), and a product has one eight instead of two. Its order is 0 2 4 6 1
 // 3 5 7, so that a lane's two elements are neighbours there, too.
@@ -29,8 +29,8 @@
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
 // aligned as pairs, GROUP: products of a batch, ODD: output channels are no multiple of 8, and
-// results are stored one by one; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output channels
-// that a thread block computes.
+// results are stored one by one; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output
+// channels that a thread block computes.
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -55,7 +55,7 @@ constexpr int EIGHTS = (PARITY + SEGMENT + 7) / 8;  // of a segment
 // Products of a 64-row block.
 constexpr int STEPS = (SEGMENTS * EIGHTS + EIGHTS_OF_STEP - 1) / EIGHTS_OF_STEP;
 #if ELEMENT == 0
-constexpr int CHUNK_BYTES = TILE_N * 16;      // four rows of the weights
+constexpr int CHUNK_BYTES = TILE_N * 16;     // four rows of the weights
 constexpr int STEP_BYTES = 2 * CHUNK_BYTES;  // a product's
 constexpr int WEIGHT_BYTES = STEPS * STEP_BYTES;
 #else
@@ -322,20 +322,6 @@ __device__ inline uint32_t packed(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-#if EPILOGUE
-// Makes results of the sums of 16 columns, whose residual is at `at`.
-__device__ inline void finish(uint32_t at, float (&v)[8]) {
-  static_assert(RESIDUAL_TYPE != FLOAT);
-  uint32_t r[4] = {};
-  if constexpr (RESIDUAL_TYPE >= 0) load_matrices(at, r);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const auto& pair = reinterpret_cast<const Vec<Residual, 2>&>(r[i / 2]);
-    v[i] = finished<activated_fast>(v[i], pair.v[i % 2]);
-  }
-}
-#endif
-
 // `row`: the first of the warp's 16. `turn`: its memory.
 __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t turn,
                              const Accumulator& acc, Output* out, [[maybe_unused]] const Epilogue& epilogue) {
@@ -345,6 +331,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #pragma unroll
   for (int first = 0; first < TILE_N; first += COLUMNS_AT_ONCE) {
 #if EPILOGUE && RESIDUAL_TYPE >= 0
+    static_assert(RESIDUAL_TYPE != FLOAT);
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
       const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * TOGETHER;
@@ -362,7 +349,9 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
       float v[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = acc[(first + column) / 2 + i];
-      finish(to + column * 2, v);
+      uint32_t residual[4] = {};
+      if constexpr (RESIDUAL_TYPE >= 0) load_matrices(to + column * 2, residual);
+      finish(residual, v);
 #else
       const float* v = &acc[(first + column) / 2];
 #endif
@@ -430,8 +419,8 @@ __device__ inline void consume(const Args& g, const Element* w, uint32_t weights
   }
 }
 
-// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels, of one group
-// after the other.
+// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels, of one
+// group after the other.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g,
              Output* out EPILOGUE_PARAMETERS) {

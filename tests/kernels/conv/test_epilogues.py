@@ -8,6 +8,7 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.kernels.gather import fprop as gather
+from jax_splitk.kernels.grouped import passes as grouped
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem, decisive, with_epilogue
 from tests import conv_epilogues, emulator, every_kernel
 from tests.every_kernel import Run
@@ -48,11 +49,27 @@ def test_every_activation_is_accurate(family: Any) -> None:
         np.testing.assert_allclose(out.astype(np.float64), want, rtol=2**-8, atol=2**-12, err_msg=str(whole))
 
 
+def test_a_group_that_is_not_finite_leaves_the_others_of_its_bundle_exact() -> None:
+    """The zeros between groups make NaNs of it, which are computed anew with the epilogue."""
+    run = FIRST[grouped.FPROP]
+    whole: Any = dataclasses.replace(run.problem, activation="relu", activation_last=False)
+    x, *rest = conv_epilogues.integers(whole, np.random.default_rng(2))
+    x[0, 4, 5, 1] = 0
+    want = conv_epilogues.exactly(whole, x, *rest)
+    x[0, 4, 5, 1] = np.nan
+    out = np.empty(whole.out_shape, jnp.dtype(whole.out_dtype))
+    emulator.run(run.family.plan(whole, run.config), (x, *rest), (out,))
+    reached = np.zeros(out.shape, bool)
+    reached[0, 3:6, 4:7, :4] = True  # the first group's windows
+    assert np.isnan(out.astype(np.float64)[reached]).all()
+    np.testing.assert_array_equal(out.astype(np.float64)[~reached], want[~reached])
+
+
 def test_which_epilogues_a_config_computes() -> None:
-    """A persistent thread block, and the family gather for results of 16 bits, load a residual of 16 bits only. A
-    tile of the latter may have too many sums."""
+    """Some kernels load a residual of 16 bits only, to where the results will be, and those of the family grouped only
+    beside results of 16 bits. A tile of the family gather may have too many sums."""
     persistent, other = RUNS[0], next(run for run in RUNS if run.problem.dtype == "float32")
-    stem = FIRST[gather.FPROP]
+    stem, groups = FIRST[gather.FPROP], FIRST[grouped.FPROP]
     wide = dataclasses.replace(stem, config=gather.Config(3, 1, 192, 1, 8, 16, 3))
     assert stem.family.refusal(stem.problem, wide.config) is None
     for run, changes, finishes in (
@@ -63,6 +80,10 @@ def test_which_epilogues_a_config_computes() -> None:
         (stem, {"residual_dtype": "float32", "out_dtype": "float32"}, True),
         (stem, {"bias_dtype": "float64"}, False),
         (wide, {}, False),
+        (groups, {"residual_dtype": "float16"}, True),
+        (groups, {"residual_dtype": "float32"}, False),
+        (groups, {"residual_dtype": "none", "out_dtype": "float32"}, True),
+        (groups, {"out_dtype": "float32"}, False),
         (other, {"residual_dtype": "float32"}, True),
         (other, {"residual_dtype": "float64"}, False),
         (other, {"bias_dtype": "float64"}, False),

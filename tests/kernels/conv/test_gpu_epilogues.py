@@ -12,6 +12,7 @@ from jax import numpy as jnp
 import jax_splitk
 from jax_splitk.kernels.contraction import im2col
 from jax_splitk.kernels.gather import fprop as gather
+from jax_splitk.kernels.grouped import passes as grouped
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem, with_epilogue
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.runtime import compiler
@@ -33,6 +34,8 @@ LAYERS = [
         (im2col.FPROP, (8, 14, 14), (3, 3, 3), (64, 72), {"padding": 1, "batch": 2}),
         (gather.FPROP, (64, 65), (7, 7), (3, 64), {"padding": 3, "batch": 4, "stride": 2}),
         (gather.FPROP, (14, 14), (3, 3), (37, 53), {"padding": 1, "batch": 8}),
+        (grouped.FPROP, (28, 28), (3, 3), (256, 256), {"padding": 1, "batch": 8, "groups": 32}),
+        (grouped.FPROP, (14, 15), (3, 3), (80, 80), {"padding": 1, "batch": 5, "groups": 10, "stride": 2}),
     )
 ]
 CONFIGS = 4  # of a layer and an epilogue
@@ -41,7 +44,7 @@ CONFIGS = 4  # of a layer and an epilogue
 def kind(config: Any) -> tuple[Any, ...]:
     if isinstance(config, im2col.Config):
         return config.workers > 0, config.swap, config.taps > 1, config.splits > 1
-    return (config.tile_n,)
+    return (config.tile_n,) if isinstance(config, gather.Config) else (config.units, config.strips)
 
 
 def layer_runs() -> list[every_kernel.Run]:
