@@ -535,6 +535,44 @@ def conv_epilogue_runs() -> Iterator[Run]:
         p = conv_of(ConvFpropProblem, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         given = {"bias_dtype": bias, "activation": activation, "residual_dtype": residual}
         yield Run(conv_im2col.FPROP, with_epilogue(p, **given, **more), config)
+    for size, kernel, channels, config, changes, (bias, activation, residual), more in (
+        ((33, 40), (7, 7), (3, 64), (2, 1, 64, 1, 8, 16, 3), {"stride": 2, "padding": 3},
+         ("bfloat16", "relu", "bfloat16"), last),
+        ((12, 12), (3, 3), (16, 136), (2, 2, 256, 2, 6, 6, 3), {"padding": 1, "stride": 2, **half},
+         ("float32", "relu", HALF), {}),
+        ((20, 24), (4, 4), (3, 96), (2, 1, 96, 2, 5, 6, 3), {"stride": 4}, ("none", "relu", "none"), {}),
+        ((9, 10), (3, 3), (37, 53), (2, 1, 64, 1, 8, 16, 2), {"padding": 1}, (HALF, "relu", HALF), {}),
+        ((9, 10), (3, 3), (40, 40), (4, 1, 16, 1, 9, 16, 3), {"padding": 1, "groups": 4, **half},
+         ("bfloat16", "relu", "bfloat16"), last),
+        ((3, 8, 10), (3, 5, 5), (2, 72), (3, 1, 128, 1, 4, 5, 3), {"padding": 2, "stride": (1, 2, 2), "batch": 1},
+         ("float32", "none", "none"), {}),
+        ((30,), (5,), (21, 15), (2, 1, 16, 2, 1, 64, 3), {"padding": 2, "groups": 3, "out_dtype": "float32"},
+         ("bfloat16", "relu", "float32"), last),
+        ((9, 10), (3, 3), (32, 72), (4, 1, 32, 1, 8, 16, 3), {"padding": 1, "groups": 4, **floats},
+         ("float32", "none", "bfloat16"), {}),
+        ((9, 10), (3, 3), (5, 7), (2, 2, 16, 1, 9, 16, 3), {"padding": ((1, 0), (0, 2)), "dtype": "float32"},
+         ("none", "relu", "bfloat16"), {}),
+    ):  # fmt: skip
+        p = conv_of(ConvFpropProblem, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
+        given = {"bias_dtype": bias, "activation": activation, "residual_dtype": residual}
+        yield Run(conv_gather.FPROP, with_epilogue(p, **given, **more), conv_gather.Config(*config))
+    for size, kernel, channels, groups, config, changes, (bias, activation, residual), more in (
+        ((9, 10), (3, 3), 32, 8, (32, 2, 4, 5, 1, 1, 3, 2), {"padding": 1}, ("bfloat16", "relu", "bfloat16"), last),
+        ((40,), (5,), 64, 16, (64, 1, 1, 18, 2, 1, 2, 3), half, ("float32", "relu", HALF), {}),
+        ((7, 7), (3, 3), 64, 2, (64, 4, 7, 7, 1, 2, 2, 2), {"padding": 1, "batch": 5},
+         ("none", "none", "bfloat16"), {}),
+        ((12, 13), (3, 3), 40, 20, (32, 2, 5, 6, 1, 1, 4, 4),
+         {"padding": ((2, 0), (-1, 3)), "rhs_dilation": (2, 3), "out_dtype": "float32"}, (HALF, "relu", "none"), {}),
+        ((7, 7), (5, 5), 64, 2, (64, 2, 7, 7, 1, 2, 2, 2), {"padding": 2, "batch": 3}, ("none", "relu", HALF), last),
+        ((5, 9), (3, 3), 64, 8, (64, 1, 3, 9, 2, 1, 2, 2), {"padding": ((2, 3), (1, 2)), "lhs_dilation": (2, 1)},
+         ("bfloat16", "relu", "bfloat16"), {}),
+        ((5, 4, 6), (3, 3, 2), 32, 4, (32, 2, 2, 3, 1, 1, 3, 3), {"padding": 1, "stride": (2, 1, 2)},
+         ("float32", "relu", HALF), last),
+    ):  # fmt: skip
+        p = conv_of(ConvFpropProblem, size, kernel, (channels, channels), groups=groups,
+                    **{"out_dtype": "bfloat16", **changes})  # fmt: skip
+        given = {"bias_dtype": bias, "activation": activation, "residual_dtype": residual}
+        yield Run(conv_grouped.FPROP, with_epilogue(p, **given, **more), conv_grouped.Config(*config))
     for size, kernel, channels, config, epilogue in (
         ((12, 20), (4, 4), (4, 136), (64, 64, 5), {"bias_dtype": "float32", "activation": "relu"}),
         ((20, 28), (2, 2), (40, 136), (64, 128, 4, 2, "workspace"),

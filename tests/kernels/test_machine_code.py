@@ -24,6 +24,8 @@ from jax_splitk.kernels.base.adapted import Adapted
 from jax_splitk.kernels.contraction import im2col as conv_im2col
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.device.wgmma_tile import BARRIER_BYTES
+from jax_splitk.kernels.gather import fprop as conv_gather
+from jax_splitk.kernels.grouped import passes as grouped
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles, transposed
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
@@ -252,11 +254,13 @@ CODE = {
     "depthwise/toeplitz.cu": Code(
         _toeplitz, "ELEMENT OUT", "MIRRORED CHANNELS EACH STEP DOWN_W KERNEL_W KERNEL_H PLANES"
     ),
-    "grouped/passes.cu": Code(_grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W"),
+    "grouped/passes.cu": Code(
+        _grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W BIAS RESIDUAL_TYPE ACTIVATION_LAST"
+    ),
     "gather/fprop.cu": Code(
         _gather_pass,
         "ELEMENT CTAS_PER_SM CONSUMERS PAIRED GROUPED",
-        "OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE",
+        "OUT PARITY TILE_N BLOCKS GROUP RUNS DENSE GRANULE BIAS RESIDUAL_TYPE ACTIVATION_LAST",
     ),
     "contraction/im2col.cu": Code(
         _wgmma_tile,
@@ -495,6 +499,10 @@ def test_epilogues_do_not_spill() -> None:
     small = DotProblem(1, 264, 328, 4096, "bkm", "bkn", "bfloat16", "bfloat16", **after)
     configs = {"gelu": tma.Config(64, 64, 6, 11, "workspace"), "gelu_exact": tma.Config(64, 192, 3, 8, "cluster")}
     check_all([Run(tma.FAMILY, dataclasses.replace(small, activation=a), config) for a, config in configs.items()])
+
+
+def test_epilogues_of_convolutions_do_not_spill() -> None:
+    check_all([run for run in every_kernel.conv_epilogue_runs() if run.family in (conv_gather.FPROP, grouped.FPROP)])
 
 
 def test_two_blocks_of_two_consumers_do_not_spill() -> None:

@@ -15,6 +15,7 @@ from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_r
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.contraction import products
 from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.epilogue import epilogue_macros, epilogue_params
 from jax_splitk.kernels.device.split_tile import (
     MAX_CLUSTER,
     MAX_FLOAT32_CHAIN,
@@ -187,7 +188,7 @@ class FewRows(ModelledFamily[DotProblem, Config]):
             "CHAIN": chained_stages(problem, config),
             "CTAS_PER_SM": config.blocks_per_sm,
             **field_macros(config, "tile_m", "tile_n", "stages", "splits"),
-            **products.epilogue_macros(problem),
+            **epilogue_macros(problem),
         }
 
     def maps(self, problem: DotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
@@ -206,7 +207,7 @@ class FewRows(ModelledFamily[DotProblem, Config]):
                 plan.MapParam(1),
                 args,
                 plan.Pointer(len(problem.operand_types)),
-                *products.epilogue_params(problem),
+                *epilogue_params(problem),
             ),
             shared_bytes=config.shared_bytes - BARRIER_BYTES,
             cluster=(config.splits, 1, 1),

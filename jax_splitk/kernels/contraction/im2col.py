@@ -44,8 +44,8 @@ from jax_splitk.kernels.contraction.im2col_config import (
 )
 from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
-from jax_splitk.kernels.contraction.products import epilogue_macros, epilogue_params, epilogue_refusal, order_macros
 from jax_splitk.kernels.contraction.tile_family import TileFamily
+from jax_splitk.kernels.device.epilogue import conv_finishes, conv_macros, conv_params
 from jax_splitk.kernels.device.split_tile import (
     BOX,
     MAX_ELEMENTS,
@@ -209,7 +209,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def finishes(self, problem: ConvProblem, config: Config) -> bool:
         """Persistent thread blocks load a residual of 16 bits to where their results will be."""
-        if not isinstance(problem, ConvEpilogueProblem) or epilogue_refusal(problem) is not None:
+        if not conv_finishes(problem):
             return False
         return not config.workers or problem.residual_dtype in ("none", *refusals.HALVES)
 
@@ -416,8 +416,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_mn),
             "B_WHOLE": int(is_mn and _is_whole(problem, config)),
-            **(epilogue_macros(problem) if isinstance(problem, ConvEpilogueProblem) else {}),
-            **order_macros(problem),
+            **conv_macros(problem),
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
@@ -469,9 +468,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return plan.MapParam(2) if _is_stored_by_tma(problem, config) else super().result(problem, config)
 
     def epilogue_params(self, problem: ConvProblem, config: Config) -> tuple[plan.Param, ...]:
-        if not isinstance(problem, ConvEpilogueProblem):
-            return ()
-        return *epilogue_params(problem), *((plan.MapParam(3),) if _adds_by_tma(problem, config) else ())
+        return *conv_params(problem), *((plan.MapParam(3),) if _adds_by_tma(problem, config) else ())
 
 
 def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:

@@ -15,6 +15,7 @@ from jax_splitk.kernels.base.family import Translated, call_buffers
 from jax_splitk.kernels.base.geometry import Geometry, geometry
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.contraction.products import Config
+from jax_splitk.kernels.device.epilogue import conv_finishes, order_macros
 from jax_splitk.kernels.device.split_tile import BOX, operand_map
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
@@ -110,7 +111,7 @@ class _Products(tma.Tma):
         )
 
     def macros(self, problem: Any, config: Config) -> dict[str, int]:
-        return super().macros(problem, config) | {"PATCH": problem.patch} | tma.order_macros(problem.conv)
+        return super().macros(problem, config) | {"PATCH": problem.patch} | order_macros(problem.conv)
 
     def buffers(self, problem: Any, config: Config) -> tuple[Buffer, ...]:
         return call_buffers(problem.conv, self.workspace_bytes(problem, config))
@@ -144,7 +145,7 @@ class Patch(Translated[ConvProblem, Config]):
         return dataclasses.replace(product, **epilogue)
 
     def finishes(self, problem: ConvProblem, config: Config) -> bool:
-        return isinstance(problem, ConvEpilogueProblem) and tma.epilogue_refusal(problem) is None
+        return conv_finishes(problem)
 
     def problem_refusal(self, problem: ConvProblem) -> str | None:
         p = problem

@@ -50,13 +50,6 @@ __device__ inline void load_residuals(const Args& g, uint32_t results, Handover&
 #endif
 
 #if EPILOGUE
-// 16 bits do not show the error of the fast functions.
-__device__ inline float activated_packed(float x) {
-  if constexpr (ACTIVATION == 2) return times_sigmoid(x, 1.5957691216f * (x + 0.044715f * x * x * x));
-  if constexpr (ACTIVATION == 4) return times_sigmoid(x, x);
-  return activated(x);
-}
-
 // What a thread needs for eight sums: those of the columns 0, 1, 8 and 9 from its first on, each in two rows.
 struct Operands {
   float bias[4];  // of the columns, or under SWAP of the rows
@@ -111,11 +104,11 @@ __device__ inline void stage_finished(const Args& g, const Tile& tile, const Epi
     for (int i = 0; i < 8; ++i) {
       v[i] = sums[i];
       if constexpr (BIAS != 0) v[i] += here.bias[SWAP ? i / 2 % 2 : i / 4 * 2 + i % 2];
-      if constexpr (!ACTIVATION_LAST) v[i] = activated_packed(v[i]);
+      if constexpr (!ACTIVATION_LAST) v[i] = activated_fast(v[i]);
 #if HAS_RESIDUAL
       v[i] += float(reinterpret_cast<const Vec<Residual, 2>&>(here.residual[i / 2]).v[i % 2]);
 #endif
-      if constexpr (ACTIVATION_LAST) v[i] = activated_packed(v[i]);
+      if constexpr (ACTIVATION_LAST) v[i] = activated_fast(v[i]);
     }
     matrix.store(to, step / OF_BLOCK * CONSUMERS + warpgroup, step % OF_BLOCK * 2, v);
   }

@@ -7,13 +7,12 @@ computes the epilogue (device/epilogue.cuh).
 
 import dataclasses
 import math
-from typing import Any
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.base.family import field_macros
 from jax_splitk.kernels.contraction.tile_family import TileFamily
-from jax_splitk.kernels.device import epilogue, split_k
+from jax_splitk.kernels.device import split_k
+from jax_splitk.kernels.device.epilogue import epilogue_macros, epilogue_params, epilogue_refusal
 from jax_splitk.kernels.device.split_tile import (
     MAX_ELEMENTS,
     MAX_FLOAT32_CHAIN,
@@ -24,7 +23,6 @@ from jax_splitk.kernels.device.split_tile import (
 )
 from jax_splitk.kernels.device.structs import Divisor, Struct
 from jax_splitk.kernels.device.wgmma_tile import MAX_CHAINED_SUMS, ROW_BYTES, TILES
-from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.dot_general import E4M3, DotProblem
 from jax_splitk.runtime import plan
 
@@ -112,14 +110,6 @@ def result_refusal(problem: DotProblem) -> str | None:
     return epilogue_refusal(p)
 
 
-def epilogue_refusal(problem: DotProblem | ConvEpilogueProblem) -> str | None:
-    """Why kernels cannot compute an epilogue of these dtypes; None if they can."""
-    for name in ("bias_dtype", "residual_dtype"):
-        if (dtype := getattr(problem, name)) not in ("none", *split_k.OUT_CODES):
-            return f"{name} {dtype}; accepted: {', '.join(split_k.OUT_CODES)}"
-    return None
-
-
 def alignment_refusal(problem: DotProblem) -> str | None:
     """Why TMA cannot load the operands: the rows of one are no multiple of 16 bytes. None if it can."""
     p = problem
@@ -139,26 +129,6 @@ def size_refusal(problem: DotProblem) -> str | None:
     if p.batch > MAX_GRID_YZ:
         return f"batch {p.batch}; accepted: at most {MAX_GRID_YZ}"
     return None
-
-
-def epilogue_macros(problem: DotProblem | ConvEpilogueProblem) -> dict[str, int]:
-    """Macros of device/epilogue.cuh; none for a product without an epilogue."""
-    if not problem.epilogue:
-        return {}
-    return epilogue.macros(problem.bias, problem.bias_dtype, problem.activation, problem.residual_dtype)
-
-
-def order_macros(problem: Any) -> dict[str, int]:
-    """The macro that says in which order the epilogue of a convolution adds a residual; none for other problems."""
-    return field_macros(problem, "activation_last") if isinstance(problem, ConvEpilogueProblem) else {}
-
-
-def epilogue_params(problem: DotProblem | ConvEpilogueProblem) -> tuple[plan.Param, ...]:
-    """(bias, residual) of a kernel with an epilogue. A missing one is replaced by lhs, which is not read."""
-    if not problem.epilogue:
-        return ()
-    bias, residual = problem.bias != "none", problem.residual_dtype != "none"
-    return plan.Pointer(2 * bias), plan.Pointer((2 + bias) * residual)
 
 
 class Tma(TileFamily[DotProblem, Config]):

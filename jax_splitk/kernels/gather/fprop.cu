@@ -11,8 +11,8 @@
 // are neighbours in memory (a tap's channels or, with RUNS, those of a filter row), and segments are filled
 // up to eights, so that what a lane loads is a compile-time constant away from its pixel. Fillings are zeros:
 // in A, where neighbours of the window are read in their place, and in B, the weights, which stay in shared
-// memory while thread blocks go from tile to tile: MN-major under the 128-byte swizzle, or for float32 K-major
-// without swizzle, [four elements][output channel] of 16 bytes.
+// memory while thread blocks go from tile to tile: MN-major under the 128-byte swizzle, or for float32
+// K-major without swizzle, [four elements][output channel] of 16 bytes.
 //
 // float32 is rounded to tf32 (to nearest), and a product has one eight instead of two. Its order is 0 2 4 6 1
 // 3 5 7, so that a lane's two elements are neighbours there, too.
@@ -22,14 +22,17 @@
 // consumer warp, once the WGMMAs that follow its reads have retired. Epilogue: a warp turns its 16 rows in
 // memory of its own, and stores whole rows of the output.
 //
+// With an epilogue (device/epilogue.cuh) sums of results of 16 bits begin with the bias: registers are too
+// few to load it beside the sums. A residual, of 16 bits too, comes to where the results will be.
+//
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
 // aligned as pairs, GROUP: products of a batch, ODD: output channels are no multiple of 8, and
-// results are stored one by one; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output channels
-// that a thread block computes.
+// results are stored one by one; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output
+// channels that a thread block computes.
 
-#include "device/output.cuh"
+#include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
 #include "device/tf32.cuh"
 #include "device/tma.cuh"
@@ -52,13 +55,19 @@ constexpr int EIGHTS = (PARITY + SEGMENT + 7) / 8;  // of a segment
 // Products of a 64-row block.
 constexpr int STEPS = (SEGMENTS * EIGHTS + EIGHTS_OF_STEP - 1) / EIGHTS_OF_STEP;
 #if ELEMENT == 0
-constexpr int CHUNK_BYTES = TILE_N * 16;      // four rows of the weights
+constexpr int CHUNK_BYTES = TILE_N * 16;     // four rows of the weights
 constexpr int STEP_BYTES = 2 * CHUNK_BYTES;  // a product's
 constexpr int WEIGHT_BYTES = STEPS * STEP_BYTES;
 #else
 constexpr int BOX_BYTES = STEPS * 16 * 128;  // 64 columns of the weights
 constexpr int STEP_BYTES = 16 * 128;
 constexpr int WEIGHT_BYTES = (TILE_N + 63) / 64 * BOX_BYTES;
+#endif
+
+#if EPILOGUE && BIAS && OUT != 0
+#define BEGUN 1  // sums begin with the bias
+#else
+#define BEGUN 0
 #endif
 
 using Accumulator = float[ACCUMULATORS];
@@ -218,10 +227,11 @@ __device__ __forceinline__ void load_fragment(const uint32_t (&at)[2], int step,
 #endif
 }
 
-// acc = windows of the rows whose pixels are at `at` (two of a thread) times the weights.
+// acc = windows of the rows whose pixels are at `at` (two of a thread) times the weights, or with BEGUN
+// acc += that.
 __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks& masks, Accumulator& acc) {
   uint32_t a[2][GROUP][4];
-  GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
+  GMMA::ScaleOut scale = BEGUN ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
 #pragma unroll
   for (int first = 0; first < STEPS; first += GROUP) {
     uint32_t (&now)[GROUP][4] = a[first / GROUP % 2];
@@ -250,6 +260,21 @@ __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks
 
 // ---- epilogue --------------------------------------------------------------------------------------------
 
+#if BEGUN
+__device__ inline void begin(const Args& g, const Epilogue& epilogue, int k0, Accumulator& acc) {
+  constexpr int EACH = ODD ? 1 : 2;  // columns
+#pragma unroll
+  for (int i = 0; i < TILE_N / 8 * 2; i += EACH) {
+    const int k = k0 + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
+    float b[EACH] = {};
+    if (k < columns_of(g)) epilogue.load_bias(k, b);
+    float* sums = &acc[i / 2 * 4 + i % 2];
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) sums[j] = sums[j + 2] = b[j];
+  }
+}
+#endif
+
 // The place of a tile's row in the output, in pixels; -1 beyond it.
 __device__ inline int pixel_of(const Args& g, const Tile& tile, int row) {
   const int n = tile.image + row / (TILE_P * TILE_Q), p = tile.p + row / TILE_Q % TILE_P,
@@ -261,7 +286,7 @@ __device__ inline int pixel_of(const Args& g, const Tile& tile, int row) {
 #if OUT == 0
 // A lane's neighbours go as they are: four lanes fill a sector.
 __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t,
-                             const Accumulator& acc, Output* out) {
+                             const Accumulator& acc, Output* out, const Epilogue& epilogue) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -275,10 +300,11 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
       if constexpr (ODD) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          if (k0 + 8 * j + 2 * (lane % 4) + c < columns_of(g)) to[8 * j + c] = v[c];
+          const int k = k0 + 8 * j + 2 * (lane % 4) + c;
+          if (k < columns_of(g)) epilogue.store(out, to + 8 * j + c, 0, k, {v[c]});
         }
       } else {
-        store_values<Output, 2>(to + 8 * j, v);
+        epilogue.store(out, to + 8 * j, 0, k0 + 8 * j + 2 * (lane % 4), v);
       }
     }
   }
@@ -289,6 +315,7 @@ constexpr int PITCH_BYTES = COLUMNS_AT_ONCE * 2 + 16;  // eight rows' 16 bytes l
 constexpr int WARP_BYTES = 16 * PITCH_BYTES;
 constexpr int TOGETHER = ODD ? 1 : 8;  // results that a lane stores
 using Piece = Vec<Output, TOGETHER>;
+using Bits = conditional_t<ODD, uint16_t, uint4>;  // of a piece
 
 __device__ inline uint32_t packed(float low, float high) {
   Vec<Output, 2> pair = converted<Output, 2>({low, high});
@@ -297,15 +324,37 @@ __device__ inline uint32_t packed(float low, float high) {
 
 // `row`: the first of the warp's 16. `turn`: its memory.
 __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, uint32_t turn,
-                             const Accumulator& acc, Output* out) {
+                             const Accumulator& acc, Output* out, [[maybe_unused]] const Epilogue& epilogue) {
   const int lane = threadIdx.x % 32;
   const uint32_t to = turn + lane % 16 * PITCH_BYTES + lane / 16 * 16;
   constexpr int CHUNKS = COLUMNS_AT_ONCE / TOGETHER;
 #pragma unroll
   for (int first = 0; first < TILE_N; first += COLUMNS_AT_ONCE) {
+#if EPILOGUE && RESIDUAL_TYPE >= 0
+    static_assert(RESIDUAL_TYPE != FLOAT);
+#pragma unroll 4
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+      const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * TOGETHER;
+      const int pixel = pixel_of(g, tile, row + line);
+      Bits value = {};
+      if (pixel >= 0 && k < columns_of(g))
+        value = *reinterpret_cast<const Bits*>(epilogue.residual + int64_t(pixel) * g.out_channels + k);
+      store_shared(turn + line * PITCH_BYTES + chunk * sizeof(Piece), value);
+    }
+    __syncwarp();
+#endif
 #pragma unroll
     for (int column = 0; column < COLUMNS_AT_ONCE; column += 16) {
+#if EPILOGUE
+      float v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = acc[(first + column) / 2 + i];
+      uint32_t residual[4] = {};
+      if constexpr (RESIDUAL_TYPE >= 0) load_matrices(to + column * 2, residual);
+      finish(residual, v);
+#else
       const float* v = &acc[(first + column) / 2];
+#endif
       store_matrices(to + column * 2,
                      {packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7])});
     }
@@ -324,7 +373,8 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #endif
 
 __device__ inline void consume(const Args& g, const Element* w, uint32_t weights, uint32_t stages,
-                               uint32_t turns, Windows& pipeline, int k0, Output* out) {
+                               uint32_t turns, Windows& pipeline, int k0, Output* out,
+                               const Epilogue& epilogue) {
   load_weights(g, w, weights, k0);
   fence_async_shared();  // WGMMA reads what was stored here
   sync_threads<CONSUMER_THREADS, 1>();
@@ -356,34 +406,41 @@ __device__ inline void consume(const Args& g, const Element* w, uint32_t weights
         pixel[half] = stage + (pixel_offset(k) + 2 * (lane % 4)) * ITEM;
       }
       Accumulator acc;
+#if BEGUN
+      begin(g, epilogue, k0, acc);
+#endif
       multiply(pixel, b, masks, acc);
       if (block == BLOCKS - 1) {
         __syncwarp();
         if (lane == 0) pipeline.release(at.stage);
       }
-      store(g, tile, row, k0, turn, acc, out);
+      store(g, tile, row, k0, turn, acc, out, epilogue);
     }
   }
 }
 
-// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels, of one group
-// after the other.
+// Grid: x over the thread blocks that share the tiles of pixels, y over tiles of output channels, of one
+// group after the other.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-    KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g, Output* out) {
+    KERNEL()(const Element* x, const Element* w, const __grid_constant__ Args g,
+             Output* out EPILOGUE_PARAMETERS) {
   __shared__ Windows pipeline;
   const uint32_t weights = shared_stages(), stages = weights + WEIGHT_BYTES;
   int first = 0, tile_n = blockIdx.y;
+  Epilogue epilogue = EPILOGUE_OF_PARAMETERS;
 #if GROUPED
   const int group = tile_n / g.tiles_n;
   tile_n -= group * g.tiles_n;
   first = group * SLICE;
   w += MIRRORED ? first : group * g.columns;
   out += group * g.columns;
+  epilogue = epilogue.from_column(group * g.columns);
 #endif
   run_roles<Roles<PRODUCERS / 32, PRODUCER_REGS, CONSUMER_REGS, true>>(
       [&](int) { produce(g, x, stages, pipeline, first); },
       [&](int) {
-        consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, tile_n * TILE_N, out);
+        consume(g, w, weights, stages, stages + STAGES * STAGE_BYTES, pipeline, tile_n * TILE_N, out,
+                epilogue);
       },
       pipeline);
 }

@@ -17,6 +17,7 @@ from jax_splitk.kernels.base.family import ModelledFamily, field_macros, field_r
 from jax_splitk.kernels.base.geometry import axis_macros
 from jax_splitk.kernels.base.passes import forward, of_both_passes
 from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.device.epilogue import conv_finishes, conv_macros, conv_params
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Field, Struct
@@ -30,6 +31,7 @@ from jax_splitk.kernels.gather.layout import (
     volume,
     waits,
 )
+from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, Pointer
@@ -43,6 +45,8 @@ MAX_STEPS, MAX_ROWS = 128, 1024
 _ALIGNMENT_BYTES = 1024 + 16  # of the weights, and what the last window's filling reads
 _WIDE_GROUP, _GROUPS_BY_TMA = 24, {2, 3, 4, 6, 8, 12, 16}  # groups of the families im2col and grouped
 _OTHER_REGISTERS = 34
+_MOST_GROUP, _EPILOGUE_GROUP = 4, 3  # products in a batch; an epilogue needs registers, too
+_SPARE_COLUMNS = 16  # of a tile, for whose sums an epilogue needs the registers
 _ROUNDING = 12  # instructions that round a product's four elements of a lane to tf32
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
@@ -61,7 +65,7 @@ class Config(GatherTile):
 @functools.lru_cache(maxsize=4096)
 def _gradient(p: ConvProblem) -> ConvWgradProblem:
     """The weight gradient of the forward pass that runs."""
-    return ConvWgradProblem(**vars(forward(p)))
+    return ConvWgradProblem(**vars(decisive(forward(p))))
 
 
 def _is_odd(p: ConvProblem) -> bool:
@@ -129,7 +133,7 @@ def _group(config: Config, together: int) -> int:
     if not wgmma_fits(config.tile_n, together, config.consumers):
         return 0
     room = consumer_registers(together, config.consumers) - config.tile_n // 2 - _OTHER_REGISTERS
-    return max(0, min(4, room // 8))
+    return max(0, min(_MOST_GROUP, room // 8))
 
 
 def _blocks_per_sm(p: ConvProblem, config: Config) -> int:
@@ -220,6 +224,13 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             return None
         return f"{channels} channels of float32, more than {MAX_CHANNELS[4]}, were not measured"
 
+    def finishes(self, problem: ConvProblem, config: Config) -> bool:
+        """A residual of 16 bits is loaded to where results of 16 bits will be. Sums must leave some registers."""
+        if not conv_finishes(problem):
+            return False
+        fits = wgmma_fits(config.tile_n + _SPARE_COLUMNS, _blocks_per_sm(problem, config), config.consumers)
+        return fits and (problem.out_dtype == "float32" or problem.residual_dtype in ("none", *refusals.HALVES))
+
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
@@ -290,12 +301,13 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             "TILE_IMAGES": config.images,
             "SLICE": v.channels,
             "STAGE_BYTES": x.stage_bytes(v, config.images),
-            "GROUP": _group(config, together),
+            "GROUP": min(_group(config, together), _EPILOGUE_GROUP if conv_finishes(problem) else _MOST_GROUP),
             "ODD": int(v.out_channels % 8 > 0),
             "GROUPED": int(v.groups > 1),
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
             **field_macros(x),
+            **conv_macros(problem),
         }
 
     def _args(self, problem: ConvProblem, config: Config) -> Struct:
@@ -326,7 +338,8 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         tiles_n = _columns(_volume(problem), config)
         resident = DEFAULT_CUDA.cores * _blocks_per_sm(problem, config)
         grid = (min(tiles, max(1, resident // tiles_n)), tiles_n, 1)
-        params = (Pointer(0), Pointer(1), self._args(problem, config), Pointer(2))
+        out = Pointer(len(problem.operand_types))
+        params = (Pointer(0), Pointer(1), self._args(problem, config), out, *conv_params(problem))
         block = (128 * (config.consumers + 1), 1, 1)
         return (Launch(self.kernel_name(problem), grid, block, params, _shared_bytes(problem, config)),)
 

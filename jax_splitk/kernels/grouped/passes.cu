@@ -27,6 +27,9 @@
 // at a negative coordinate is an illegal instruction. A line begins anywhere, and is to lie at a multiple of
 // 128 bytes for TMA; where pixels have fewer, threads copy it.
 //
+// With an epilogue (device/epilogue.cuh) a residual, of 16 bits as the results then are, comes to where these
+// will be.
+//
 // Macros: ELEMENT, OUT, CTAS_PER_SM, IN_CHANNELS, OUT_CHANNELS, GROUP_IN, GROUP_OUT (of a group), BUNDLE_IN,
 // BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, UP,
 // DILATION, PAD; of h and w BASE (the first block of rows that reaches the output), OFFSET; BLOCKS_H;
@@ -35,10 +38,12 @@
 // RESULT_BOX_BYTES of a box of results, RESULTS (sets of them), STORED, SKIPPED; the Config's, but `workers`,
 // which is the grid's y.
 
-#include "device/output.cuh"
+#include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
 #include "device/tma.cuh"
 #include "structs.cuh"
+
+#define HAS_RESIDUAL (EPILOGUE && RESIDUAL_TYPE >= 0)
 
 using Element = TypeOf<ELEMENT>::type;
 
@@ -354,8 +359,25 @@ __device__ inline uint32_t packed(float v0, float v1) {
 }
 
 // Puts a warp's sums of 16 pixels and a unit into rows of results, from `row` on of this lane's own.
-__device__ inline void stage_strip(const float (&v)[2][4], uint32_t results, int row, int below, int unit) {
+__device__ inline void stage_strip(const float (&sums)[2][4], uint32_t results, int row, int below, int unit,
+                                   [[maybe_unused]] const Epilogue& epilogue) {
   const int lane = threadIdx.x % 32;
+#if EPILOGUE
+  float v[2][4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int channel = first_out() + unit * 16 + h * 8 + lane % 4 * 2;
+    float bias[2] = {};
+    if (channel < OUT_CHANNELS) epilogue.load_bias(channel, bias);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[h][i] = BIAS == 0 ? sums[h][i] : sums[h][i] + bias[i % 2];
+  }
+  uint32_t residual[4] = {};
+  if constexpr (RESIDUAL_TYPE >= 0) load_matrices(results + result_at(row, unit, lane / 16), residual);
+  finish(residual, reinterpret_cast<float (&)[8]>(v));
+#else
+  const float (&v)[2][4] = sums;
+#endif
   if constexpr (sizeof(Output) == 2) {
     store_matrices(results + result_at(row, unit, lane / 16),
                    {packed(v[0][0], v[0][1]), packed(v[0][2], v[0][3]), packed(v[1][0], v[1][1]),
@@ -384,9 +406,42 @@ struct ResultRows {
   }
 };
 
+#if EPILOGUE
+// The pixel of the output that pixel m of the tile has in a row of the output and column b of its block; -1
+// outside of it.
+__device__ inline long long pixel_of(const Tile& tile, int images, int m, int row, int b) {
+  const int image = tile.image + m / COLUMNS, column = (tile.column + m % COLUMNS) * UP_W + OFFSET_W + b;
+  if (m >= PIXELS || image >= images || unsigned(row) >= OUTPUT_H || unsigned(column) >= OUTPUT_W) return -1;
+  return (((long long)image * OUTPUT_D + tile.plane) * OUTPUT_H + row) * OUTPUT_W + column;
+}
+#endif
+
+#if HAS_RESIDUAL
+// Begins to load the residual of a warp's block of rows.
+__device__ inline void load_residual(const Epilogue& epilogue, const Tile& tile, int images, int first_row,
+                                     const ResultRows& rows, const Job& job, uint32_t results) {
+  static_assert(sizeof(Output) == 2 && sizeof(Residual) == 2);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < UP_H * UP_W * STRIPS; ++i) {
+    const int a = i / (UP_W * STRIPS), b = i / STRIPS % UP_W, strip = i % STRIPS;
+    const long long pixel = pixel_of(tile, images, job.pixel + strip * 16 + lane % 16, first_row + a, b);
+    const int row = rows.row[strip] + a * COLUMNS * UP_W + b;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      const int channel = first_out() + (job.unit + u) * 16 + lane / 16 * 8;
+      const bool inside = pixel >= 0 && channel < OUT_CHANNELS;
+      copy_async<16>(results + result_at(row, job.unit + u, lane / 16),
+                     epilogue.residual + (inside ? pixel * OUT_CHANNELS + channel : 0), inside ? 16 : 0);
+    }
+  }
+  commit_copies();
+}
+#endif
+
 // Puts a block of rows into `results`; whether one of its sums is not finite.
 __device__ inline bool stage_results(const Sums& sums, const ResultRows& rows, const Job& job,
-                                     uint32_t results) {
+                                     uint32_t results, const Epilogue& epilogue) {
   float not_finite = 0;  // or else NaN
 #pragma unroll
   for (int a = 0; a < UP_H; ++a) {
@@ -402,7 +457,8 @@ __device__ inline bool stage_results(const Sums& sums, const ResultRows& rows, c
             for (int j = 0; j < 8; ++j) not_finite = fmaf(v[j / 4][j % 4], 0.f, not_finite);
           }
           constexpr int ROW = COLUMNS * UP_W;
-          stage_strip(v, results, rows.row[i] + a * ROW + b, rows.below[i] + a * ROW + b, job.unit + u);
+          stage_strip(v, results, rows.row[i] + a * ROW + b, rows.below[i] + a * ROW + b, job.unit + u,
+                      epilogue);
         }
       }
     }
@@ -434,7 +490,8 @@ __device__ inline float sum_of(const Element* __restrict__ x, const Element* __r
 // Computes anew what the warp has put into `results` and is not finite, of the block of rows that begins at
 // `first_row`.
 __device__ inline void repair(const Element* x, const Element* w, const Job& job, const Tile& tile,
-                              int images, int first_row, uint32_t results) {
+                              int images, int first_row, uint32_t results,
+                              [[maybe_unused]] const Epilogue& epilogue) {
   using Bits = conditional_t<sizeof(Output) == 2, uint16_t, uint32_t>;
   constexpr int CHANNELS = UNITS * 16, STEPS = UP_H * UP_W;
   __syncwarp();
@@ -453,7 +510,13 @@ __device__ inline void repair(const Element* x, const Element* w, const Job& job
     const float value = float(reinterpret_cast<const Output&>(bits));
     if (value - value == 0.f) continue;
     Output anew;
+#if EPILOGUE
+    const size_t to = pixel_of(tile, images, m, row, b) * OUT_CHANNELS + channel;
+    const float sum = sum_of(x, w, tile, image, row, column, channel);
+    convert(epilogue.finished_one(sum, to, channel), anew);
+#else
     convert(sum_of(x, w, tile, image, row, column, channel), anew);
+#endif
     store_shared(at, reinterpret_cast<const Bits&>(anew));
   }
 }
@@ -498,8 +561,9 @@ __device__ inline void copy_results(Output* out, const Tile& tile, int images, i
 }
 
 __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_map, const Element* x,
-                               const Element* w, const Args& g, Output* out, uint32_t stages,
-                               uint32_t staged_weights, uint32_t results, Ring& pipeline, int warp) {
+                               const Element* w, const Args& g, Output* out, const Epilogue& epilogue,
+                               uint32_t stages, uint32_t staged_weights, uint32_t results, Ring& pipeline,
+                               int warp) {
   const Job job(warp);
   const Cursor cursor(job);
   const ResultRows result_rows(job);
@@ -515,6 +579,12 @@ __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_
 #pragma unroll
       for (int j = 0; j < SLOTS; ++j) {
         if (first + j >= tile.rows()) break;
+#if HAS_RESIDUAL
+        if (first + j >= 0) {
+          const int row = (tile.block + first + j) * UP_H + OFFSET_H;
+          load_residual(epilogue, tile, g.images, row, result_rows, job, results + result);
+        }
+#endif
 #pragma unroll
         for (int t = 0; t < KERNEL_D; ++t) {
           if (input_plane(tile, t) < 0) continue;
@@ -525,9 +595,14 @@ __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_
         }
         if (first + j >= 0) {
           const int row = (tile.block + first + j) * UP_H + OFFSET_H;
-          const bool not_finite = stage_results(sums[j], result_rows, job, results + result);
+#if HAS_RESIDUAL
+          wait_copies<0>();
+          __syncwarp();
+#endif
+          const bool not_finite = stage_results(sums[j], result_rows, job, results + result, epilogue);
           if constexpr (MIXED) {
-            if (__any_sync(~0u, not_finite)) repair(x, w, job, tile, g.images, row, results + result);
+            if (__any_sync(~0u, not_finite))
+              repair(x, w, job, tile, g.images, row, results + result, epilogue);
           }
           if constexpr (BY_TMA) {
             fence_async_shared();
@@ -555,7 +630,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL()(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
              const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap first_map,
              const Element* __restrict__ x, const Element* __restrict__ w, const __grid_constant__ Args g,
-             Output* __restrict__ out) {
+             Output* __restrict__ out EPILOGUE_PARAMETERS) {
   __shared__ Ring pipeline;
   __shared__ Barriers<1, 1> weights_full;
   const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES,
@@ -579,5 +654,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
   } else {
     sync_threads<WARPS * 32, 1>();
   }
-  consume(out_map, first_map, x, w, g, out, stages, weights, results, pipeline, warp);
+  consume(out_map, first_map, x, w, g, out, EPILOGUE_OF_PARAMETERS, stages, weights, results, pipeline, warp);
 }

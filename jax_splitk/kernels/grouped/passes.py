@@ -21,6 +21,7 @@ from jax_splitk.kernels.base.geometry import Geometry, axis_macros, geometry
 from jax_splitk.kernels.base.passes import forward, of_both_passes, output_blocks
 from jax_splitk.kernels.base.refusals import INT32_MAX
 from jax_splitk.kernels.base.work import Work
+from jax_splitk.kernels.device.epilogue import conv_finishes, conv_macros, conv_params
 from jax_splitk.kernels.device.split_k import MAX_GRID_Y, OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.grouped import multiprocessor as sm
@@ -356,6 +357,12 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
         workers = range(1, min(math.prod(t.tiles), MAX_GRID_Y) + 1)
         return sm.registers_refusal(t.warps, t.registers) or field_refusal(config, workers=workers)
 
+    def finishes(self, problem: ConvProblem, config: Config) -> bool:
+        """A residual of 16 bits is loaded to where results of 16 bits will be."""
+        if not conv_finishes(problem):
+            return False
+        return problem.residual_dtype == "none" or {problem.residual_dtype, problem.out_dtype} <= {*refusals.HALVES}
+
     def blocks_per_sm(self, problem: ConvProblem, config: Config) -> int:
         return _blocks_per_sm(problem, config)
 
@@ -435,6 +442,7 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
             **{"STORED": _stored(problem, t), "SKIPPED": _skipped(g)},
             **{"RESIDENT": int(t.resident)},
             **{name: value for name, value in field_macros(config).items() if name != "WORKERS"},
+            **conv_macros(problem),
         }
 
     def maps(self, problem: ConvProblem, config: Config) -> tuple[TiledMap, ...]:
@@ -444,19 +452,20 @@ class GroupedConv(ModelledFamily[ConvProblem, Config]):
         _, up_h, up_w = g.lhs_dilation
         by_line = _stored(problem, t) == _LINES
         rows, images = (1, 1) if by_line else (up_h, config.images)
-        width = config.columns * up_w
+        width, result = config.columns * up_w, len(problem.operand_types)
         return (
             _map(0, p.dtype, x, (config.in_block, t.x_width, t.step_rows, 1, config.images)),
             _map(1, p.dtype, _weight_shape(problem), t.weight_box),
-            _map(2, p.out_dtype, out, (t.out_box, width, rows, 1, images)),
-            _map(2, p.out_dtype, out, (t.out_box, width - _skipped(g) if by_line else width, rows, 1, images)),
+            _map(result, p.out_dtype, out, (t.out_box, width, rows, 1, images)),
+            _map(result, p.out_dtype, out, (t.out_box, width - _skipped(g) if by_line else width, rows, 1, images)),
         )
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:
         t, batch = tiling(problem, config), problem.batch
         args = Struct("Args", {"images": batch, "tiles": math.prod(t.tiles)})
         grid, block = (t.blocks, config.workers, 1), (32 * (t.warps + 1), 1, 1)
-        params = (MapParam(0), MapParam(1), MapParam(2), MapParam(3), Pointer(0), Pointer(1), args, Pointer(2))
+        operands = (MapParam(0), MapParam(1), MapParam(2), MapParam(3), Pointer(0), Pointer(1))
+        params = (*operands, args, Pointer(len(problem.operand_types)), *conv_params(problem))
         return (Launch(self.kernel_name(problem), grid, block, params, shared_bytes(problem, config)),)
 
 

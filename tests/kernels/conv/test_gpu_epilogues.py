@@ -11,57 +11,60 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.kernels.contraction import im2col
+from jax_splitk.kernels.gather import fprop as gather
+from jax_splitk.kernels.grouped import passes as grouped
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem, with_epilogue
 from jax_splitk.problems.conv_passes import ConvFpropProblem
-from jax_splitk.runtime import compiler, execute
+from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import conv_epilogues, every_kernel, float64, on_gpu, poison
 from tests.dots import ACTIVATIONS
 from tests.problems import conv_of, generator
-from tests.random_problems import device_plan
 
 pytestmark = pytest.mark.gpu
 
-FAMILY = im2col.FPROP
 EXACT = list(every_kernel.conv_epilogue_runs())
 BF16 = {"bias_dtype": "bfloat16", "residual_dtype": "bfloat16"}
 LAYERS = [
-    conv_of(ConvFpropProblem, size, kernel, channels, out_dtype="bfloat16", **changes)
-    for size, kernel, channels, changes in (
-        ((14, 14), (3, 3), (128, 256), {"padding": 1, "batch": 8}),
-        ((56, 56), (3, 3), (64, 64), {"padding": 1, "batch": 2, "stride": 2}),
-        ((14, 14), (1, 1), (512, 256), {"batch": 8}),
-        ((8, 14, 14), (3, 3, 3), (64, 72), {"padding": 1, "batch": 2}),
+    (family, conv_of(ConvFpropProblem, size, kernel, channels, out_dtype="bfloat16", **changes))
+    for family, size, kernel, channels, changes in (
+        (im2col.FPROP, (14, 14), (3, 3), (128, 256), {"padding": 1, "batch": 8}),
+        (im2col.FPROP, (56, 56), (3, 3), (64, 64), {"padding": 1, "batch": 2, "stride": 2}),
+        (im2col.FPROP, (14, 14), (1, 1), (512, 256), {"batch": 8}),
+        (im2col.FPROP, (8, 14, 14), (3, 3, 3), (64, 72), {"padding": 1, "batch": 2}),
+        (gather.FPROP, (64, 65), (7, 7), (3, 64), {"padding": 3, "batch": 4, "stride": 2}),
+        (gather.FPROP, (14, 14), (3, 3), (37, 53), {"padding": 1, "batch": 8}),
+        (grouped.FPROP, (28, 28), (3, 3), (256, 256), {"padding": 1, "batch": 8, "groups": 32}),
+        (grouped.FPROP, (14, 15), (3, 3), (80, 80), {"padding": 1, "batch": 5, "groups": 10, "stride": 2}),
     )
 ]
 CONFIGS = 4  # of a layer and an epilogue
 
 
-def layer_runs() -> dict[ConvEpilogueProblem, list[Any]]:
+def kind(config: Any) -> tuple[Any, ...]:
+    if isinstance(config, im2col.Config):
+        return config.workers > 0, config.swap, config.taps > 1, config.splits > 1
+    return (config.tile_n,) if isinstance(config, gather.Config) else (config.units, config.strips)
+
+
+def layer_runs() -> list[every_kernel.Run]:
     """Each layer with each activation, in both orders, and the first configs of each kind that compute it."""
-    found: dict[Any, list[Any]] = {}
-    for i, (p, activation) in enumerate(itertools.product(LAYERS, ACTIVATIONS)):
+    found = []
+    for i, ((family, p), activation) in enumerate(itertools.product(LAYERS, ACTIVATIONS)):
         whole: Any = with_epilogue(p, **BF16, activation=activation, activation_last=i % 2 == 1)
-        candidates = reversed(FAMILY.candidates(p, DEFAULT_CUDA))
-        kinds = {(c.workers > 0, c.swap, c.taps > 1, c.splits > 1): c for c in candidates}
-        found[whole] = list(kinds.values())[:CONFIGS]
-        assert all(FAMILY.finishes(whole, config) for config in found[whole])
+        kinds = {kind(config): config for config in reversed(family.candidates(p, DEFAULT_CUDA))}
+        found += [every_kernel.Run(family, whole, config) for config in list(kinds.values())[:CONFIGS]]
+    assert all(run.family.finishes(run.problem, run.config) for run in found)
     return found
 
 
 def device_code() -> set[compiler.Source]:
-    layers = (FAMILY.plan(p, config).source for p, configs in layer_runs().items() for config in configs)
-    return {*(run.plan.source for run in EXACT), *layers}
+    return {run.plan.source for run in (*EXACT, *layer_runs())}
 
 
 def normals(p: ConvEpilogueProblem, salt: int) -> list[jax.Array]:
     rng = generator(salt)
     return [jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype) for shape, dtype in p.operand_types]
-
-
-def run(p: ConvEpilogueProblem, config: Any) -> Any:
-    call = device_plan(FAMILY, p, config).custom_call()
-    return jax.jit(lambda *operands: execute.call(call, p, *operands))
 
 
 @pytest.mark.parametrize("given", EXACT, ids=str)
@@ -76,13 +79,14 @@ def test_integers_are_exact_whatever_the_results_memory_held(given: every_kernel
 
 def test_error_is_at_most_twice_xlas_and_runs_repeat() -> None:
     """XLA's epilogue is computed from the convolution in the result's dtype, as a user would write it."""
-    for number, (p, configs) in enumerate(layer_runs().items()):
+    for number, (p, runs) in enumerate(itertools.groupby(layer_runs(), lambda run: run.problem)):
+        assert isinstance(p, ConvEpilogueProblem)
         operands = normals(p, number)
         exact = conv_epilogues.exactly(p, *operands)
         theirs = on_gpu.error(plain(p)(*operands), exact)
-        for config in configs:
-            mine = on_gpu.error(on_gpu.check_repeats(run(p, config), *operands, times=10), exact)
-            assert mine <= 2 * theirs, (str(p), config, mine, theirs)
+        for run in runs:
+            mine = on_gpu.error(on_gpu.check_repeats(run.function(), *operands, times=10), exact)
+            assert mine <= 2 * theirs, (str(p), run.config, mine, theirs)
 
 
 def plain(p: ConvEpilogueProblem) -> Any:
