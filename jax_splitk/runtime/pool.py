@@ -103,7 +103,9 @@ class Pool:
     def _drop(self, key: Hashable) -> None:
         job = self._urgent.pop(key, None) or self._ahead.pop(key, None)
         if job is not None:
-            self._futures.pop(key).cancel()
+            future = self._futures.pop(key)
+            future.cancel()
+            future.set_running_or_notify_cancel()  # without it `concurrent.futures.wait` waits for ever
 
     def _forget_oldest(self) -> None:
         """Drops the oldest results that nobody has taken, to make room for one more."""

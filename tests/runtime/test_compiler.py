@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import random
 import re
 import signal
 import subprocess
@@ -255,6 +256,36 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
 def finished(*sources: Source) -> None:
     """Waits until the workers have compiled what they were given."""
     assert all(compiler.pool._futures[compiler.source_key(source)].exception(60) is None for source in sources)
+
+
+def test_threads_that_want_each_others_sources_all_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """One that compiles a source itself takes it from the workers, which another one waits for."""
+    sources = [Source("contraction/im2col.cu", (("NUMBER", i),)) for i in range(30)]
+
+    def machine_code(source: Source, *, in_worker: bool) -> tuple[bytes, str]:
+        time.sleep(0.003)
+        return b"machine code", ""
+
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
+    for name, value in (("_machine_code", machine_code), ("_memory", {}), ("_in_flight", {}), ("pool", pool.Pool())):
+        monkeypatch.setattr(compiler, name, value)
+    monkeypatch.setattr(pool, "cores", lambda: 2)
+    given_up = threading.Event()
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        for count in (8, 1, 5, 1, 1, 8):
+            compiler.compile_sources(rng.sample(sources, count), given_up)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 30
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    alive = sum(thread.is_alive() for thread in threads)
+    given_up.set()
+    assert alive == 0
 
 
 def test_what_was_compiled_ahead_is_there_when_it_is_asked_for(machine: Machine) -> None:

@@ -1,5 +1,6 @@
 """Background work: order, number of threads, waiting, dropping and refusing."""
 
+import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,6 +104,7 @@ def test_results_are_taken_once_and_what_has_not_begun_is_dropped(work: Work, co
     late = one.submit("late", work("never"))
     assert one.take("late") is None
     assert late.cancelled()
+    assert concurrent.futures.wait([late], 10).done == {late}, "who waits for it goes on"
     threading.Timer(0.05, work.may_end.set).start()
     assert one.take("a") == "a"  # it has waited
     assert one.submit("fails", work("never")).exception(60) is not None
