@@ -139,6 +139,7 @@ class Bench:
     def __init__(self, problem: Problem, platform: str, given_up: threading.Event):
         self.problem = problem
         self.given_up = given_up
+        self._compiled: dict[Candidate, Contestant | str] = {}
         self.operation = OPERATIONS[problem.op]
         self.platform = platform
         wanted = ROTATED_BYTES.get(platform, 0) / max(problem.bytes_moved, 1)
@@ -171,15 +172,21 @@ class Bench:
         reference = jax.jit(lambda *operands: function(full, *operands), compiler_options=options)
         return [reference(*operands) for operands in self._inputs[: self.operation.kinds]]
 
-    def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
-        """Compiles candidates in parallel and checks their results. Returns those that work, and a measurement with an
-        error for each of the others."""
+    def compile(self, candidates: Sequence[Candidate]) -> None:
+        """Compiles candidates in parallel, for `prepare`. It runs nothing on the device, except that XLA times its own
+        kernels."""
         plans = compile_together(self.problem, candidates, self.given_up)
-        failures = []
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            outcomes = list(pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates))
-        contestants = []
-        for candidate, outcome in zip(candidates, outcomes, strict=True):
+            outcomes = pool.map(lambda c: _attempt(lambda: self._compile(c, plans.get(c))), candidates)
+            self._compiled.update(zip(candidates, outcomes, strict=True))
+
+    def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
+        """Compiles candidates, unless that is done, and checks their results. Returns those that work, and a
+        measurement with an error for each of the others."""
+        self.compile([candidate for candidate in candidates if candidate not in self._compiled])
+        failures, contestants = [], []
+        for candidate in candidates:
+            outcome = self._compiled.pop(candidate)
             if isinstance(outcome, str):
                 failures.append(Measurement(candidate, None, outcome))
                 continue

@@ -27,7 +27,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_ahead, compile_together
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_ahead
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.serving import serving
 
@@ -187,9 +187,9 @@ class Search:
 
     def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
         """The bench, and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
+        bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
-            meanwhile.submit(self._compile_now, first[: self._at_once])
-            bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
+            meanwhile.submit(self._compile, bench, first[: self._at_once])
             prepared, failed = bench.prepare([XLA])
         if prepared:
             (self.xla,) = prepared
@@ -201,9 +201,9 @@ class Search:
         self._lacks_memory, self.xla = True, Contestant(XLA, lambda: None, error=error)
         return bench, self.xla
 
-    def _compile_now(self, candidates: list[Candidate]) -> None:
+    def _compile(self, bench: Bench, candidates: list[Candidate]) -> None:
         started = time.monotonic()
-        compile_together(self.key.problem, candidates, self.given_up)
+        bench.compile(candidates)
         self._compile_seconds = time.monotonic() - started
 
     def _prepare(self, bench: Bench, candidates: list[Candidate]) -> list[Contestant]:

@@ -91,6 +91,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
             def __init__(self, problem: ConvWgradProblem, platform: str, given_up: threading.Event):
                 self.problem, self.platform, self.given_up, self.sets = problem, platform, given_up, 1
 
+            def compile(self, candidates: Sequence[Candidate]) -> None:
+                script.compile(candidates)
+                script.ahead.set()
+
             def prepare(self, candidates: Sequence[Candidate]) -> tuple[list[Contestant], list[Measurement]]:
                 if XLA in candidates:
                     assert script.ahead.wait(60)  # so that the two move the clock one after the other
@@ -126,12 +130,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 script.rounds.append(candidate)
                 return script.us(candidate)
 
-        def compile_ahead(_: Any, candidates: Sequence[Candidate], __: threading.Event) -> None:
-            script.compile(candidates)
-            script.ahead.set()
-
         monkeypatch.setattr(search, "Bench", ScriptedBench)
-        monkeypatch.setattr(search, "compile_together", compile_ahead)
         monkeypatch.setattr(search, "usable_cores", lambda: script.cores)
         monkeypatch.setattr(compiler, "compile_ahead", lambda sources: None)
         for module in (search, measure):
