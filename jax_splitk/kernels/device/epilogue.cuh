@@ -106,12 +106,11 @@ struct Epilogue {
     return r;
   }
 
-  // The result from a sum, for element `at` of the result.
-  __device__ float finished_one(float sum, size_t at, int column) const {
+  // The result from a sum, without a residual.
+  __device__ float finished_one(float sum, int column) const {
     float one[1];
     load_bias(column, one);
-    const Residual of = RESIDUAL_TYPE < 0 ? Residual(0.f) : residual[at];
-    return finished<OUT == FLOAT ? activated : activated_fast>(sum + one[0], of);
+    return finished<OUT == FLOAT ? activated : activated_fast>(sum + one[0], Residual(0.f));
   }
 
   // Stores what becomes of neighbours in a row, at `to` in the result.

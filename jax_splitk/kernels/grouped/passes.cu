@@ -27,8 +27,7 @@
 // at a negative coordinate is an illegal instruction. A line begins anywhere, and is to lie at a multiple of
 // 128 bytes for TMA; where pixels have fewer, threads copy it.
 //
-// With an epilogue (device/epilogue.cuh) a residual, of 16 bits as the results then are, comes to where these
-// will be.
+// Bias and activation of an epilogue (device/epilogue.cuh) are applied while results are put into shared memory.
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, IN_CHANNELS, OUT_CHANNELS, GROUP_IN, GROUP_OUT (of a group), BUNDLE_IN,
 // BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, UP,
@@ -42,8 +41,6 @@
 #include "device/skeleton.cuh"
 #include "device/tma.cuh"
 #include "structs.cuh"
-
-#define HAS_RESIDUAL (EPILOGUE && RESIDUAL_TYPE >= 0)
 
 using Element = TypeOf<ELEMENT>::type;
 
@@ -372,9 +369,8 @@ __device__ inline void stage_strip(const float (&sums)[2][4], uint32_t results, 
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[h][i] = BIAS == 0 ? sums[h][i] : sums[h][i] + bias[i % 2];
   }
-  uint32_t residual[4] = {};
-  if constexpr (RESIDUAL_TYPE >= 0) load_matrices(results + result_at(row, unit, lane / 16), residual);
-  finish(residual, reinterpret_cast<float (&)[8]>(v));
+  static_assert(RESIDUAL_TYPE < 0);
+  finish({}, reinterpret_cast<float (&)[8]>(v));
 #else
   const float (&v)[2][4] = sums;
 #endif
@@ -405,39 +401,6 @@ struct ResultRows {
     }
   }
 };
-
-#if EPILOGUE
-// The pixel of the output that pixel m of the tile has in a row of the output and column b of its block; -1
-// outside of it.
-__device__ inline long long pixel_of(const Tile& tile, int images, int m, int row, int b) {
-  const int image = tile.image + m / COLUMNS, column = (tile.column + m % COLUMNS) * UP_W + OFFSET_W + b;
-  if (m >= PIXELS || image >= images || unsigned(row) >= OUTPUT_H || unsigned(column) >= OUTPUT_W) return -1;
-  return (((long long)image * OUTPUT_D + tile.plane) * OUTPUT_H + row) * OUTPUT_W + column;
-}
-#endif
-
-#if HAS_RESIDUAL
-// Begins to load the residual of a warp's block of rows.
-__device__ inline void load_residual(const Epilogue& epilogue, const Tile& tile, int images, int first_row,
-                                     const ResultRows& rows, const Job& job, uint32_t results) {
-  static_assert(sizeof(Output) == 2 && sizeof(Residual) == 2);
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < UP_H * UP_W * STRIPS; ++i) {
-    const int a = i / (UP_W * STRIPS), b = i / STRIPS % UP_W, strip = i % STRIPS;
-    const long long pixel = pixel_of(tile, images, job.pixel + strip * 16 + lane % 16, first_row + a, b);
-    const int row = rows.row[strip] + a * COLUMNS * UP_W + b;
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      const int channel = first_out() + (job.unit + u) * 16 + lane / 16 * 8;
-      const bool inside = pixel >= 0 && channel < OUT_CHANNELS;
-      copy_async<16>(results + result_at(row, job.unit + u, lane / 16),
-                     epilogue.residual + (inside ? pixel * OUT_CHANNELS + channel : 0), inside ? 16 : 0);
-    }
-  }
-  commit_copies();
-}
-#endif
 
 // Puts a block of rows into `results`; whether one of its sums is not finite.
 __device__ inline bool stage_results(const Sums& sums, const ResultRows& rows, const Job& job,
@@ -511,9 +474,7 @@ __device__ inline void repair(const Element* x, const Element* w, const Job& job
     if (value - value == 0.f) continue;
     Output anew;
 #if EPILOGUE
-    const size_t to = pixel_of(tile, images, m, row, b) * OUT_CHANNELS + channel;
-    const float sum = sum_of(x, w, tile, image, row, column, channel);
-    convert(epilogue.finished_one(sum, to, channel), anew);
+    convert(epilogue.finished_one(sum_of(x, w, tile, image, row, column, channel), channel), anew);
 #else
     convert(sum_of(x, w, tile, image, row, column, channel), anew);
 #endif
@@ -579,12 +540,6 @@ __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_
 #pragma unroll
       for (int j = 0; j < SLOTS; ++j) {
         if (first + j >= tile.rows()) break;
-#if HAS_RESIDUAL
-        if (first + j >= 0) {
-          const int row = (tile.block + first + j) * UP_H + OFFSET_H;
-          load_residual(epilogue, tile, g.images, row, result_rows, job, results + result);
-        }
-#endif
 #pragma unroll
         for (int t = 0; t < KERNEL_D; ++t) {
           if (input_plane(tile, t) < 0) continue;
@@ -595,10 +550,6 @@ __device__ inline void consume(const TensorMap& out_map, const TensorMap& first_
         }
         if (first + j >= 0) {
           const int row = (tile.block + first + j) * UP_H + OFFSET_H;
-#if HAS_RESIDUAL
-          wait_copies<0>();
-          __syncwarp();
-#endif
           const bool not_finite = stage_results(sums[j], result_rows, job, results + result, epilogue);
           if constexpr (MIXED) {
             if (__any_sync(~0u, not_finite))

@@ -51,7 +51,8 @@ def layer_runs() -> list[every_kernel.Run]:
     """Each layer with each activation, in both orders, and the first configs of each kind that compute it."""
     found = []
     for i, ((family, p), activation) in enumerate(itertools.product(LAYERS, ACTIVATIONS)):
-        whole: Any = with_epilogue(p, **BF16, activation=activation, activation_last=i % 2 == 1)
+        residual = {"residual_dtype": "none"} if family is grouped.FPROP else {"activation_last": i % 2 == 1}
+        whole: Any = with_epilogue(p, **BF16 | residual, activation=activation)
         kinds = {kind(config): config for config in reversed(family.candidates(p, DEFAULT_CUDA))}
         found += [every_kernel.Run(family, whole, config) for config in list(kinds.values())[:CONFIGS]]
     assert all(run.family.finishes(run.problem, run.config) for run in found)
