@@ -28,11 +28,11 @@ from jax_splitk.tuning.select import select
 # percentile, in percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` prints their regret on
 # held-out problems). A change of estimates may lower these bounds, not raise them.
 REGRET = {
-    "all": (1.3, 11.5),
+    "all": (1.2, 10.5),
     "conv_fprop": (1.2, 7.5),
     "conv_dgrad": (1.0, 7.5),
-    "conv_wgrad": (1.4, 17.0),
-    "dot_general": (1.5, 17.0),
+    "conv_wgrad": (1.3, 13.0),
+    "dot_general": (1.4, 15.0),
     "quantized_matmul": (1.3, 10.0),
 }
 
