@@ -95,7 +95,7 @@ KNOWN: dict[Option, str] = {
     Option("dot_few_rows"): "no product of few rows was timed so far with it",
     Option("quantized_experts"): "no grouped product with packed weights was timed so far",
     Option("wgrad_grouped_padded"): "no groups that only it serves were timed so far",
-    Option("wgrad_im2col_padded"): "timed on six problems so far, of at most 61 channels",
+    Option("wgrad_im2col_padded"): "timed on six problems so far, of at most 61 channels in one group",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }
