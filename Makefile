@@ -7,7 +7,8 @@ SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 
 # A process for each core, of a few: each compiles for itself and imports jax. Each takes a contiguous part of the
 # tests, so that a file's tests share what they have compiled; one that is done takes half of another's rest.
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# Bytecode is kept even where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes of Python.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo demo-quantized test test-all docs notebooks package release lint bench clean python
 

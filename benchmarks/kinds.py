@@ -110,6 +110,14 @@ def _odd(rng: Rng) -> Case:
     return _drawn("odd", size, channels, kernel, dtype=_one(rng, "bfloat16", "float16"))
 
 
+def _wide_odd(rng: Rng) -> Case:
+    """Many channels that TMA cannot load: in one group, and in groups, which few families serve."""
+    width, groups = _one(rng, (129, 1), (255, 1), (301, 1), (513, 1), (65, 4), (9, 33), (201, 2), (257, 4))
+    size, kernel = _one(rng, ((28, 28), (3, 3)), ((14, 14), (3, 3)), ((56, 56), (1, 1)), ((1000,), (5,)))
+    dtype = _one(rng, "bfloat16", "float16")
+    return _drawn("wide-odd", size, (width * groups,) * 2, kernel, groups=groups, dtype=dtype)
+
+
 def _few_outputs(rng: Rng) -> Case:
     channels, kernel = _one(rng, (256, 2), (128, 1), (64, 3), (256, 4)), _one(rng, (1, 1), (1, 1), (3, 3))
     return _drawn("few-outputs", (64, 64), channels, kernel)
@@ -133,7 +141,7 @@ def _float32_stem(rng: Rng) -> Case:
 
 KINDS: tuple[Callable[[Rng], Case], ...] = (
     *(_depthwise_1d, _depthwise_odd, _depthwise_large, _depthwise_dilated, _multiplier),
-    *(_groups, _positional, _odd, _few_outputs, _float32, _float32_stem, _narrow_groups),
+    *(_groups, _positional, _odd, _few_outputs, _float32, _float32_stem, _narrow_groups, _wide_odd),
 )
 
 

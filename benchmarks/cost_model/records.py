@@ -1,7 +1,6 @@
 """Records of measurements, as lines of JSON: a problem, the machine, and the time of each candidate."""
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Iterator
@@ -110,9 +109,3 @@ def shipped(target: Target) -> list[Record]:
             timed = tuple(t for t in (ours, Timed(XLA, row["xla_us"])) if t.us is not None)
             found.append(Record(problem_from_dict(op, json.loads(text)), target, timed, kind="suite"))
     return found
-
-
-def is_held_out(problem: Problem, share: float) -> bool:
-    """Whether a problem is in the share that no fit sees. The answer is always the same."""
-    digest = hashlib.sha256(json.dumps(problem_as_dict(problem), sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:4], "big") < share * 2**32

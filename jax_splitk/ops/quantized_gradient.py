@@ -93,6 +93,18 @@ def _traced_as(part: str) -> Iterator[None]:
         yield
 
 
+def _define(primitive: core.Primitive, composed: Callable[..., Any], jvp: Any, transpose: Any) -> None:
+    """Gives a primitive that is lowered as `composed` all its rules."""
+    primitive.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
+    lowering.run_outside_jit(primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(composed, False))
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    quantized_primitive.define_batching(primitive)
+    checkpointing.define(primitive, lax.dot_general_p)
+    taylor.define(primitive, taylor.composed(composed))
+
+
 # ---- with respect to what the weight is made of ----------------------------------------------------------------------
 
 
@@ -147,14 +159,7 @@ def _tangent_transpose(ct: Any, x: Any, *operands: Any, call: WeightTangent) -> 
         return [None, *[None] * len(leaves), automatic(x, ct, *leaves)]
 
 
-weight_tangent_p.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
-lowering.run_outside_jit(weight_tangent_p)
-mlir.register_lowering(weight_tangent_p, mlir.lower_fun(_tangent, False))
-ad.primitive_jvps[weight_tangent_p] = _tangent_jvp
-ad.primitive_transposes[weight_tangent_p] = _tangent_transpose
-quantized_primitive.define_batching(weight_tangent_p)
-checkpointing.define(weight_tangent_p, lax.dot_general_p)
-taylor.define(weight_tangent_p, taylor.composed(_tangent))
+_define(weight_tangent_p, _tangent, _tangent_jvp, _tangent_transpose)
 
 
 def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
@@ -316,11 +321,4 @@ def _paired_transpose(ct: Any, x: Any, *leaves: Any, call: PairedCall) -> list[A
         return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
 
 
-paired_p.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
-lowering.run_outside_jit(paired_p)
-mlir.register_lowering(paired_p, mlir.lower_fun(_product, False))
-ad.primitive_jvps[paired_p] = _paired_jvp
-ad.primitive_transposes[paired_p] = _paired_transpose
-quantized_primitive.define_batching(paired_p)
-checkpointing.define(paired_p, lax.dot_general_p)
-taylor.define(paired_p, taylor.composed(_product))
+_define(paired_p, _product, _paired_jvp, _paired_transpose)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.epilogue import GATED, bias_shape, check_fields, finished, in_words, named
-from jax_splitk.problems.problem import ArrayTypes, as_base, brief_dtypes, nbytes
+from jax_splitk.problems.problem import ArrayTypes, as_base, nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import normals
 
@@ -88,9 +88,7 @@ class QuantizedEpilogueProblem(QuantizedMatmulProblem):
 
     @property
     def brief(self) -> str:
-        dtypes = brief_dtypes(self.x_dtype, self.out_dtype)
-        sizes = f"{self.rows}, {self.k} -> {self.features}"
-        return f"{self.op} {sizes}, {self.brief_weight}, {dtypes}, {self.epilogue}"
+        return f"{super().brief}, {self.epilogue}"
 
 
 def problem_product(problem: QuantizedEpilogueProblem, *operands: Any) -> jax.Array:

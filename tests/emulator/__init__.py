@@ -33,8 +33,11 @@ _HEADERS = ("counters.h", "threads.h", "cuda.h", "memory.h", "cute.h", "ptx.h", 
 _RUNTIME = ("state.h", "counters.cc", "threads.cc", "memory.cc", "cute.cc", "launch.cc")
 # Each library keeps its own variables, even if another library has variables of the same name.
 _OPTIONS = ("-std=c++20", "-w", "-Wno-psabi", "-fPIC", "-pthread", "-fno-gnu-unique")
-# The shared code runs often and is built once; a kernel's own is built for each set of macros.
-_SHARED_CODE, _KERNELS = (*_OPTIONS, "-O3", "-shared", "-x", "c++"), (*_OPTIONS, "-Og")
+# The shared code runs often and is built once; a kernel's own is built for each set of macros, which takes longer than
+# its runs. The process has the libraries of C++, so that none is linked.
+_SHARED_CODE = (*_OPTIONS, "-O3", "-shared", "-x", "c++")
+_KERNELS = (*_OPTIONS, "-O0")
+_LINKED = ("-shared", "-nodefaultlibs")
 # The folder that all processes of a run share (tests/conftest.py); not that of a test with a cache of its own.
 _SHARED = os.environ.get("JAX_SPLITK_CACHE_DIR")
 _GUARD = 4096  # bytes around a buffer, which nobody may write
@@ -221,6 +224,6 @@ def _compiled(plan: DevicePlan) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """The runtime, whose functions the kernels call, and the plan's kernels."""
     header, runtime = _runtime()
     macros = (f"-D{name}={value}" for name, value in plan.source.defines)
-    options = [*macros, *_KERNELS, "-shared", "-include", str(header), "-x", "c++"]
+    options = [*macros, *_KERNELS, *_LINKED, "-include", str(header), "-x", "c++"]
     kernels = _built(pathlib.Path(plan.source.file).stem, ".so", _text(plan), options)
     return ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL), ctypes.CDLL(str(kernels))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 import jax_splitk
 from jax_splitk.quantized.formats import FORMATS, from_codes, table, values
@@ -114,6 +115,23 @@ def _flags(*names: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """XLA compiles each program once for all tests here, which begin without JAX's caches."""
+    kept = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in kept}
+    for settings in (kept, before):
+        compilation_cache.reset_cache()
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        if settings is kept:
+            yield
 
 
 def _rarely(*values: Any) -> Any:

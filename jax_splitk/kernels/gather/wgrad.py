@@ -143,13 +143,13 @@ def _window_refusal(v: Volume) -> str | None:
 
 def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
     """(images, tile_p, tile_q) with the least work: padding of the output, X touched for each pixel, short stages."""
-    found = {}
+    found, least = {}, slices(v)[-1]
     widths = {1, 2, 4, *range(8, 129, 8), -(-v.out[2] // 8) * 8}
     for q, p, n in itertools.product(sorted(widths), (1, 2, 4, 7, 8, 14, 16, 28, 32), (1, 2, 4, 8, 16, 32, 64)):
-        config = Config(1, 1, 8, n, p, q, 1, 2, 1)
+        config = Config(1, 1, 8, n, p, q, least, 2, 1)
         if not 32 <= config.pixels <= MAX_PIXELS or config.pixels % 32 or not _steps_add_up(config):
             continue
-        if shared_bytes(v, dataclasses.replace(config, slice=slices(v)[-1])) > SHARED_BYTES:
+        if shared_bytes(v, config) > SHARED_BYTES:
             continue
         covered = -(-v.batch // n) * n * -(-v.out[1] // p) * p * -(-v.out[2] // q) * q
         waste = covered / (v.batch * v.out[1] * v.out[2])
