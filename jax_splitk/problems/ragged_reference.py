@@ -123,7 +123,7 @@ def by_blocks(
 
 
 def _with_batch(x: jax.Array, dims: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
-    """An operand with these batch dimensions, extended to all of a batch of this shape."""
+    """The operand, which has the batch dimensions `dims`, repeated over the others of a batch of shape `shape`."""
     whole = jnp.expand_dims(x, tuple(dim for dim in range(len(shape)) if dim not in dims))
     return jnp.broadcast_to(whole, (*shape, *whole.shape[len(shape) :]))
 

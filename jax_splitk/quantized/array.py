@@ -150,7 +150,7 @@ class QuantizedArray(Weight):
 
     @property
     def static(self) -> dict[str, Any]:
-        """What the arrays do not say, as files keep it."""
+        """The fields that are no arrays, by name. A file stores them beside the arrays."""
         return {"qtype": self.qtype}
 
     @property

@@ -118,7 +118,7 @@ class PackedWeight(Weight):
 
     @property
     def static(self) -> dict[str, Any]:
-        """What the arrays do not say, as files keep it."""
+        """The fields that are no arrays, by name. A file stores them beside the arrays."""
         return {name: getattr(self, name) for name in _STATIC}
 
     @property

@@ -223,7 +223,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
         return self.best_of_each(problem, groups, _KEPT, target)
 
     def neighbours(self, problem: QuantizedRaggedDotProblem, config: Config, target: Target) -> list[Config]:
-        """A stage less for each k_warpgroup, and other schedules of the tile."""
+        """The config with one stage less for each k_warpgroup, and the tile's other schedules."""
         found = [dataclasses.replace(config, stages=config.stages - config.k_warpgroups)]
         found += self._schedules(problem, config, self.blocks_per_sm(problem, config), target)
         return [other for other in dict.fromkeys(found) if other != config]
