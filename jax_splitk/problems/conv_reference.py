@@ -150,8 +150,8 @@ def lax_precision(name: str) -> lax.Precision | tuple[lax.Precision, lax.Precisi
 def precision_name(precision: lax.PrecisionLike) -> str:
     """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs".
 
-    None means jax's `jax_default_matmul_precision`, as in lax. The algorithms that only matrix products have are
-    "default", as in lax's convolutions. Raises ValueError for what no convolution accepts.
+    None means jax's `jax_default_matmul_precision`, as in lax. An algorithm for matrix products, such as
+    "BF16_BF16_F32", counts as "default", as lax's convolutions take it. Raises ValueError for what no convolution accepts.
     """
     if precision is None:
         return _PRECISION_NAMES.get(str(getattr(jax.config, "jax_default_matmul_precision", None)), "default")

@@ -115,7 +115,7 @@ def rules_of(
 
 
 def quantized(path: str, leaf: Any, rule: QuantizationRule | None) -> Any:
-    """The parameter of this path as its rule says."""
+    """The parameter `leaf` at a path, quantized if its rule says so."""
     if rule is None or rule.dtype is None:
         return leaf
     given = f"{path} of type {type(leaf).__name__}"

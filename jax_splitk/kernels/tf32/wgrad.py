@@ -97,7 +97,8 @@ class View(Geometry):
 
 
 def _matrix_shape(pixels: int) -> tuple[int, int]:
-    """Rows and columns for pixels without neighbours: whole lines, if they divide so."""
+    """The (rows, columns) in which pixels without neighbours are arranged: rows of equal length, where a length of at
+    least 32 divides the number of pixels."""
     width = next((w for w in range(MAX_PIXELS, 31, -8) if pixels % w == 0), pixels)
     return pixels // width, width
 
