@@ -159,8 +159,7 @@ def _of_equation(
     out_sharding: Any = None,
     **_: Any,
 ) -> DotCall | None:
-    """Our call that computes what an equation of lax does; None if there is none. The equation's precision may be a pair,
-    one for each operand."""
+    """Our call that computes what an equation of lax does; None if there is none. `precision` may be a pair."""
     precisions = {precision} if not isinstance(precision, tuple) else set(precision)
     if out_sharding is not None or not precisions <= {None, lax.Precision.DEFAULT}:
         return None

@@ -151,7 +151,7 @@ def precision_name(precision: lax.PrecisionLike) -> str:
     """A canonical name for lax's `precision` argument: "default", "high", "highest", or "lhs,rhs".
 
     None means jax's `jax_default_matmul_precision`, as in lax. An algorithm for matrix products, such as
-    "BF16_BF16_F32", counts as "default", as lax's convolutions take it. Raises ValueError for what no convolution accepts.
+    "BF16_BF16_F32", counts as "default", as in lax's convolutions. Raises ValueError for what no convolution accepts.
     """
     if precision is None:
         return _PRECISION_NAMES.get(str(getattr(jax.config, "jax_default_matmul_precision", None)), "default")
