@@ -29,9 +29,9 @@ def lowered(problem: Problem, options: Options, target: Target, *, measure: bool
     """
     ahead.speak()
     function = _compat.lowered_function() if target.platform == "cuda" else None
-    if function is None or function is searches.state.program.function:
+    if function is None or not searches.state.program.is_new(function):
         return
-    searches.state.program.function, searches.state.program.is_divided = function, devices > 1
+    searches.state.program.is_divided = devices > 1
     with contextlib.suppress(Exception):  # what is wrong is said when the operation itself is lowered
         operations = list(_operations(function, devices))
         own = (problem, options) if devices == 1 else None

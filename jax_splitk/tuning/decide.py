@@ -163,19 +163,27 @@ SOURCES: tuple[Source, ...] = (
 
 def decide(query: Query) -> Choice | None:
     """The first answer of the sources; None if no source has an answer."""
+    source = choice = None
     for source in SOURCES:
-        answer = source(query)
-        choice = _choice(answer, query) if isinstance(answer, Found) else answer
-        if choice is not None:
-            if query.final and query.here and query.held is None and query.key in searches.state.program.left:
-                store.save(Entry.unmeasured(query.key, choice.candidate, choice.because))  # so that frozen mode has it
-            return choice
-    return None
+        if (choice := _choice(source(query), query)) is not None:
+            break
+    if source is not tuning_result and _is_left(query):
+        chosen, because = (XLA, "no source") if choice is None else (choice.candidate, choice.because)
+        store.save(Entry.unmeasured(query.key, chosen, because))  # so that frozen mode has it
+    return choice
 
 
-def _choice(found: Found, query: Query) -> Choice | None:
-    """An entry's choice, or its best of the implementation that was asked for."""
-    entry, options = found.entry, query.options
+def _is_left(query: Query) -> bool:
+    """Whether the query is for a problem that is not worth a measurement and has no entry."""
+    asked = query.final and query.here and not query.options.explicit
+    return asked and query.held is None and query.key in searches.state.program.left
+
+
+def _choice(answer: Found | Choice | None, query: Query) -> Choice | None:
+    """A source's answer as a choice: of an entry its choice, or its best of the implementation that was asked for."""
+    if not isinstance(answer, Found):
+        return answer
+    entry, options = answer.entry, query.options
     candidate = entry.best(query.limit, options.implementation)
     if candidate is None:
         return None
@@ -189,7 +197,7 @@ def _choice(found: Found, query: Query) -> Choice | None:
         measured = (m.us for m in entry.measurements if m.us and m.candidate != XLA)
         return Times(min(measured, default=None) if candidate == XLA else entry.us(candidate), entry.us(XLA))
 
-    return Choice(entry.key.problem, candidate, found.where, times)
+    return Choice(entry.key.problem, candidate, answer.where, times)
 
 
 def measured_first(key: Key, options: Options) -> Key | None:

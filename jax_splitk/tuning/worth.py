@@ -17,6 +17,8 @@ from jax_splitk.tuning import certainty, model
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
 
+_REMEMBERED = 8  # functions: more threads than that hardly lower programs at a time
+
 
 class Operation(NamedTuple):
     """An operation, and how many times a program runs it."""
@@ -27,18 +29,24 @@ class Operation(NamedTuple):
 
 
 class Program:
-    """The program that was lowered last, or is being lowered.
+    """The program that is being lowered, or was lowered last.
 
     Attributes:
-      function: its traced function, as JAX lowers it.
       is_divided: whether XLA's partitioner divides its operations among devices.
       left: keys of problems that are not measured for it, or were not for the last program that had them.
     """
 
     def __init__(self) -> None:
-        self.function: Any = None
         self.is_divided = False
         self.left: frozenset[Key] = frozenset()
+        self._functions: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
+
+    def is_new(self, function: Any) -> bool:
+        """Whether a program's traced function, as JAX lowers it, was not seen before."""
+        if any(function is seen for seen in self._functions):
+            return False
+        self._functions.append(function)
+        return True
 
     def leave(
         self,

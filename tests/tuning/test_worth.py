@@ -18,11 +18,12 @@ from jax_splitk.kernels.base.xla import Estimate
 from jax_splitk.ops import lowering
 from jax_splitk.runtime import settings, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import certainty, model, search, searches, select, store, tuner
-from jax_splitk.tuning.choice import Candidate
+from jax_splitk.tuning import certainty, decide, model, search, searches, select, store, tuner
+from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
+from jax_splitk.tuning.result import TuningResult
 from jax_splitk.tuning.worth import Operation, Program
 from tests.tuning_cache import new_session, wgrad
 
@@ -205,6 +206,23 @@ def test_the_choice_is_stored_and_gives_way_to_a_search(
     assert measured is not None
     assert measured.entry.is_searched(DEFAULT_WORKSPACE_LIMIT)
     assert not measured.entry.is_unmeasured
+
+
+def test_what_the_models_leave_to_xla_is_stored_too(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "SOURCES", (*decide.SOURCES[:-1], lambda query: None))
+    lower(LARGE, SMALL)
+    found = store.lookup(KEYS[SMALL])
+    assert found is not None and found.entry.is_unmeasured and found.entry.choice == XLA
+
+
+def test_what_the_caller_gave_is_not_stored(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
+    searches.state.program.left = frozenset(KEYS.values())
+    given = Options(implementation="cutlass")
+    select.select(SMALL.problem(), DEFAULT_CUDA, given, measure=True, final=True)
+    entry = Entry.of(KEYS[LARGE], search.predicted(KEYS[LARGE])[0][1])
+    tuned = Options(tuning=TuningResult(((KEYS[LARGE], entry),)))
+    assert select.select(LARGE.problem(), DEFAULT_CUDA, tuned, measure=True, final=True).candidate == entry.choice
+    assert [store.lookup(key) for key in KEYS.values()] == [None, None]
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1", "nan", "much"])
