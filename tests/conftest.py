@@ -2,7 +2,6 @@
 
 import atexit
 import fcntl
-import functools
 import gc
 import importlib.metadata
 import os
@@ -37,17 +36,12 @@ os.environ.setdefault("JAX_DEFAULT_PRNG_IMPL", "rbg")
 
 import jax
 import pytest
-from jax._src.interpreters import mlir
 
 from jax_splitk.kernels.cpu import passes as conv_host
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.tuning import store
 from tests.problems import SEED
 from tests.tuning_cache import isolate, new_session
-
-if not pathlib.Path("/dev/nvidiactl").exists():
-    # JAX makes a context of MLIR for each program and loads all dialects into it: a tenth of the tests' time.
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
 def pytest_report_header() -> list[str]:
