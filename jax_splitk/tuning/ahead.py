@@ -15,19 +15,23 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, disk, settings
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning import agreement, once, searches, tuner, watch
-from jax_splitk.tuning.decide import measured_first
-from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.decide import left_by, measured_first
+from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import compile_ahead
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select, without_code
-from jax_splitk.tuning.worth import Operation
+from jax_splitk.tuning.worth import Lookups, Operation
 
 
 def traced(problem: Problem, options: Options) -> None:
     """Begins to compile the kernel of an operation that was traced, if it is for this process's GPUs."""
     is_looked_at = watch.state.traces_only or options.implementation == "xla"
-    if not is_looked_at and _is_for_this_gpu():
-        _prepare(problem, options, target_for("cuda"), measure=True, queue=False)
+    if is_looked_at or not _is_for_this_gpu():
+        return
+    target = target_for("cuda")
+    with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
+        if measured_first(key_for(problem, target), options) is None:
+            _compile(problem, options, target)
 
 
 def begin(
@@ -39,13 +43,18 @@ def begin(
       measure: whether a problem that has no decision may be measured now.
       under_way: the operation whose own lowering has begun, if nothing else is to prepare it.
     """
-    if measure:
-        loss = settings.share("JAX_SPLITK_TUNE_LOSS")
-        with disk.defer_warnings(once.state.deferred_warnings):
-            searches.state.program.leave(operations, target, loss, measured_first)
-    for problem, options, _ in operations:
-        if (problem, options) != under_way:
-            _prepare(problem, options, target, measure=measure, queue=True)
+    with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
+        first: Sequence[Key | None] = [None] * len(operations)
+        if measure:
+            loss = settings.share("JAX_SPLITK_TUNE_LOSS")
+            first = searches.state.program.begin(operations, target, loss, Lookups(measured_first, left_by))
+        for (problem, options, _), key in zip(operations, first, strict=True):
+            if (problem, options) == under_way:
+                continue
+            if key is None:
+                _compile(problem, options, target)
+            elif _is_on() and not agreement.needed():  # in a job nothing must disturb process 0, which measures
+                tuner.enqueue(key, options.workspace_limit, problem)
 
 
 def speak() -> None:
@@ -62,20 +71,18 @@ def _is_for_this_gpu() -> bool:
     return jax.device_count() == 1 or _compat.is_inside_shard_map()
 
 
-def _prepare(problem: Problem, options: Options, target: Target, *, measure: bool, queue: bool) -> None:
-    """Begins to compile what the lowering would choose, once for each operation. A problem that the lowering would
-    measure is queued for a search instead, with `queue`."""
+def _is_on() -> bool:
+    return settings.word("JAX_SPLITK_COMPILE_AHEAD") == "on"
+
+
+def _compile(problem: Problem, options: Options, target: Target) -> None:
+    """Begins to compile what the lowering would choose without a measurement, once for each operation."""
 
     def begin() -> None:
         choice = select(problem, target, options)
         if without_code(choice, target) is None:
             compile_ahead(choice.problem, [choice.candidate])
 
-    with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
-        if settings.word("JAX_SPLITK_COMPILE_AHEAD") == "off":
-            return
-        measured = measured_first(key_for(problem, target), options) if measure else None
-        if measured is None:
+    with contextlib.suppress(Exception):  # an error is raised again by the lowering
+        if _is_on():
             once.state.result(("ahead", problem, options, target), begin)
-        elif queue and not agreement.needed():  # in a job nothing must disturb process 0, which measures
-            tuner.enqueue(measured, options.workspace_limit, problem)

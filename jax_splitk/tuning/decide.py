@@ -169,7 +169,8 @@ def decide(query: Query) -> Choice | None:
             break
     if source is not tuning_result and _is_left(query):
         chosen, because = (XLA, "no source") if choice is None else (choice.candidate, choice.because)
-        store.save(Entry.unmeasured(query.key, chosen, because))  # so that frozen mode has it
+        # So that frozen mode has it.
+        store.save(Entry.unmeasured(query.key, chosen, because, searches.state.program.digest))
     return choice
 
 
@@ -209,3 +210,9 @@ def measured_first(key: Key, options: Options) -> Key | None:
         return None
     query.held = lookup.LOCAL(query)
     return None if query.is_settled() else next(iter(to_measure(query)), None)
+
+
+def left_by(key: Key) -> str | None:
+    """The digest of the program that left a problem, whose choice was therefore stored without a measurement."""
+    found = next(iter(store.cached(key)), None)
+    return None if found is None else found.entry.left_by

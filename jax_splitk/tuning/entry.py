@@ -17,8 +17,8 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 _logger = logging.getLogger("jax_splitk")
 
 _XLA = XLA.name
-# Key in an entry's metadata: what chose, for a problem that was not worth a measurement (worth.py).
-_CHOSEN_BY = "not measured, chosen by"
+# Keys in an entry's metadata: what chose for a problem that was not worth a measurement, and in which program.
+_CHOSEN_BY, _PROGRAM = "not measured, chosen by", "program"
 
 
 class InvalidEntry(ValueError):
@@ -71,15 +71,25 @@ class Entry:
         return Entry(key, choice, workspace_limit_bytes, evidence)
 
     @staticmethod
-    def unmeasured(key: Key, choice: Candidate, because: str) -> "Entry":
-        """The entry of a problem that was not worth a measurement. A search takes its place where there is one."""
+    def unmeasured(key: Key, choice: Candidate, because: str, program: str) -> "Entry":
+        """The entry of a problem that was not worth a measurement. A search takes its place where there is one.
+
+        Args:
+          program: the digest of the program that left the problem (worth.py).
+        """
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return Entry.of(key, choice, metadata={"date": date, _CHOSEN_BY: because}, workspace_limit_bytes=0)
+        metadata = {"date": date, _CHOSEN_BY: because, _PROGRAM: program}
+        return Entry.of(key, choice, metadata=metadata, workspace_limit_bytes=0)
 
     @property
     def is_unmeasured(self) -> bool:
         """Whether the problem was not worth a measurement."""
         return _CHOSEN_BY in self.metadata
+
+    @property
+    def left_by(self) -> str | None:
+        """The digest of the program that left the problem; None if it was measured."""
+        return self.metadata.get(_PROGRAM)
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:

@@ -7,7 +7,8 @@ operations. The others are left to the sources of decisions that come after a me
 """
 
 import collections
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax_splitk.kernels.base import xla
@@ -18,6 +19,18 @@ from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import Options
 
 _REMEMBERED = 8  # functions: more threads than that hardly lower programs at a time
+
+
+class Lookups(NamedTuple):
+    """Functions that look decisions up.
+
+    Attributes:
+      measured_first: the key that would be measured first for an operation; None if nothing would be measured.
+      left_by: the digest of the program that left a problem; None if none did.
+    """
+
+    measured_first: Callable[[Key, Options], Key | None]
+    left_by: Callable[[Key], str | None]
 
 
 class Operation(NamedTuple):
@@ -33,11 +46,13 @@ class Program:
 
     Attributes:
       is_divided: whether XLA's partitioner divides its operations among devices.
+      digest: stands for its operations, and for how much may be lost.
       left: keys of problems that are not measured for it, or were not for the last program that had them.
     """
 
     def __init__(self) -> None:
         self.is_divided = False
+        self.digest = ""
         self.left: frozenset[Key] = frozenset()
         self._functions: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
 
@@ -48,39 +63,54 @@ class Program:
         self._functions.append(function)
         return True
 
-    def leave(
-        self,
-        operations: Iterable[Operation],
-        target: Target,
-        loss: float,
-        measured_first: Callable[[Key, Options], Key | None],
-    ) -> None:
-        """Finds out which of a new program's problems are not worth a measurement.
+    def begin(self, operations: Sequence[Operation], target: Target, loss: float, lookups: Lookups) -> list[Key | None]:
+        """The key to measure first for each operation of a new program; None where nothing is measured.
 
         Args:
           loss: the share of the operations' time that may be lost.
-          measured_first: the key that would be measured first for an operation; None if nothing would be measured.
         """
-        operations = list(operations)
-        self.left -= {key_for(operation.problem, target) for operation in operations}  # `measured_first` asks for it
-        total = 0.0
-        losses: dict[Key, float] = collections.defaultdict(float)
-        problems: dict[Key, set[Key]] = collections.defaultdict(set)  # one measurement decides for several problems
-        for problem, options, times in operations:
-            key = key_for(problem, target)
-            if (best := model.best(key, options.workspace_limit)) is None:
-                continue
-            seconds, candidate, _ = best
-            xlas = xla.estimate(key.problem, target)
-            spent = times * (seconds if xlas is None else min(seconds, xlas.seconds))
-            total += spent
-            if (measured := measured_first(key, options)) is not None:
-                share = certainty.expected_loss(candidate, seconds, key.problem, target)
-                losses[measured] += spent * (1.0 if options.explicit else share)
-                problems[measured].add(key)
-        remaining = loss * total
-        for measured, lost in sorted(losses.items(), key=lambda of: of[1]):
-            remaining -= lost
-            if remaining < 0:
-                break
-            self.left |= problems[measured]
+        keys = [key_for(operation.problem, target) for operation in operations]
+        self.digest = _digest(operations, loss)
+        self.left -= frozenset(keys)  # `measured_first` asks for it
+        asked = zip(keys, operations, strict=True)
+        measured = [lookups.measured_first(key, operation.options) for key, operation in asked]
+        pending = frozenset(key for key, first in zip(keys, measured, strict=True) if first is not None)
+        if all(lookups.left_by(key) == self.digest for key in pending):
+            found = pending
+        else:
+            found = _left(operations, keys, measured, loss)
+        self.left |= found
+        return [None if key in found else first for key, first in zip(keys, measured, strict=True)]
+
+
+def _digest(operations: Sequence[Operation], loss: float) -> str:
+    lines = sorted(f"{problem!r} {options.explicit} {times}" for problem, options, times in operations)
+    return hashlib.sha256(repr((loss, lines)).encode()).hexdigest()[:16]
+
+
+def _left(
+    operations: Sequence[Operation], keys: Sequence[Key], measured: Sequence[Key | None], loss: float
+) -> frozenset[Key]:
+    """The keys of the problems that are not worth a measurement."""
+    total = 0.0
+    losses: dict[Key, float] = collections.defaultdict(float)
+    problems: dict[Key, set[Key]] = collections.defaultdict(set)  # one measurement decides for several problems
+    for (_, options, times), key, first in zip(operations, keys, measured, strict=True):
+        if (best := model.best(key, options.workspace_limit)) is None:
+            continue
+        seconds, candidate, _ = best
+        xlas = xla.estimate(key.problem, key.target)
+        spent = times * (seconds if xlas is None else min(seconds, xlas.seconds))
+        total += spent
+        if first is not None:
+            share = certainty.expected_loss(candidate, seconds, key.problem, key.target)
+            losses[first] += spent * (1.0 if options.explicit else share)
+            problems[first].add(key)
+    found: set[Key] = set()
+    remaining = loss * total
+    for first, lost in sorted(losses.items(), key=lambda of: of[1]):
+        remaining -= lost
+        if remaining < 0:
+            break
+        found |= problems[first]
+    return frozenset(found)

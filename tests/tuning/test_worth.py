@@ -18,13 +18,13 @@ from jax_splitk.kernels.base.xla import Estimate
 from jax_splitk.ops import lowering
 from jax_splitk.runtime import settings, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import certainty, decide, model, search, searches, select, store, tuner
+from jax_splitk.tuning import certainty, decide, model, search, searches, select, store, tuner, worth
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.result import TuningResult
-from jax_splitk.tuning.worth import Operation, Program
+from jax_splitk.tuning.worth import Lookups, Operation, Program
 from tests.tuning_cache import new_session, wgrad
 
 pytestmark = [
@@ -40,7 +40,9 @@ KEYS = {case: key_for(case.problem(), DEFAULT_CUDA) for case in (LARGE, SMALL)}
 
 def left(operations: list[Operation], loss: float = 0.01, measured: Callable[[Key], Key | None] = lambda k: k) -> Any:
     program = Program()
-    program.leave(operations, DEFAULT_CUDA, loss, lambda key, _: measured(key))
+    found = program.begin(operations, DEFAULT_CUDA, loss, Lookups(lambda key, _: measured(key), lambda _: None))
+    keys = [key_for(operation.problem, DEFAULT_CUDA) for operation in operations]
+    assert found == [None if key in program.left else measured(key) for key in keys]
     return program.left
 
 
@@ -99,12 +101,10 @@ def test_problems_that_one_measurement_decides_are_left_together() -> None:
 
 def test_the_latest_program_that_has_a_problem_decides() -> None:
     program = Program()
-    measured = lambda key, _: key  # noqa: E731
-    program.leave([Operation(c.problem(), Options(), 1) for c in (LARGE, SMALL)], DEFAULT_CUDA, 0.01, measured)
-    program.leave([Operation(LARGE.problem(), Options(), 1)], DEFAULT_CUDA, 0.01, measured)
-    assert program.left == {KEYS[SMALL]}, "not in the second program"
-    program.leave([Operation(SMALL.problem(), Options(), 1)], DEFAULT_CUDA, 0.01, measured)
-    assert program.left == set()
+    lookups = Lookups(lambda key, _: key, lambda _: None)
+    for cases, left_then in (((LARGE, SMALL), {KEYS[SMALL]}), ((LARGE,), {KEYS[SMALL]}), ((SMALL,), set())):
+        program.begin([Operation(c.problem(), Options(), 1) for c in cases], DEFAULT_CUDA, 0.01, lookups)
+        assert program.left == left_then
 
 
 def test_the_nearer_xla_the_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +208,23 @@ def test_the_choice_is_stored_and_gives_way_to_a_search(
     assert not measured.entry.is_unmeasured
 
 
+def test_a_program_that_is_known_asks_no_model(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process finds in the cache that the same program left a problem."""
+    lower(LARGE, SMALL)
+    new_session(monkeypatch)
+    monkeypatch.setattr(worth, "_left", lambda *_: pytest.fail("estimates take a second for a hundred problems"))
+    lower(LARGE, SMALL)
+    assert searched == [KEYS[LARGE]]
+
+
+def test_another_loss_is_another_program(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
+    lower(LARGE, SMALL)
+    new_session(monkeypatch)
+    monkeypatch.setenv("JAX_SPLITK_TUNE_LOSS", "0")
+    lower(LARGE, SMALL)
+    assert searched == [KEYS[LARGE], KEYS[SMALL]]
+
+
 def test_what_the_models_leave_to_xla_is_stored_too(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "SOURCES", (*decide.SOURCES[:-1], lambda query: None))
     lower(LARGE, SMALL)
@@ -239,12 +256,12 @@ def test_a_wrong_share_is_an_error_of_the_users_program(
 def test_each_equation_of_a_program_is_looked_at_once(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those in functions that JAX lowers apart."""
     calls = collections.Counter[int]()
-    begin = Program.leave
+    begin = Program.begin
 
-    def counting(self: Program, operations: list[Operation], *others: Any) -> None:
+    def counting(self: Program, operations: list[Operation], *others: Any) -> list[Key | None]:
         calls[len(operations)] += 1
-        begin(self, operations, *others)
+        return begin(self, operations, *others)
 
-    monkeypatch.setattr(Program, "leave", counting)
+    monkeypatch.setattr(Program, "begin", counting)
     lower(LARGE, dataclasses.replace(LARGE, batch=128), SMALL, times=3)
     assert calls == {3: 1}
