@@ -74,9 +74,9 @@ class Program:
         self.left -= frozenset(keys)  # `measured_first` asks for it
         asked = zip(keys, operations, strict=True)
         measured = [lookups.measured_first(key, operation.options) for key, operation in asked]
-        pending = frozenset(key for key, first in zip(keys, measured, strict=True) if first is not None)
-        if all(lookups.left_by(key) == self.digest for key in pending):
-            found = pending
+        pending = {key: first for key, first in zip(keys, measured, strict=True) if first is not None}
+        if all(self.digest in map(lookups.left_by, of) for of in pending.items()):
+            found = frozenset(pending)
         else:
             found = _left(operations, keys, measured, loss)
         self.left |= found
