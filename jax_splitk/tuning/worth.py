@@ -8,6 +8,7 @@ operations. The others are left to the sources of decisions that come after a me
 
 import collections
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,13 +55,13 @@ class Program:
         self.is_divided = False
         self.digest = ""
         self.left: frozenset[Key] = frozenset()
-        self._functions: collections.deque[Any] = collections.deque(maxlen=_REMEMBERED)
+        self._functions: collections.deque[weakref.ref[Any]] = collections.deque(maxlen=_REMEMBERED)
 
     def is_new(self, function: Any) -> bool:
         """Whether a program's traced function, as JAX lowers it, was not seen before."""
-        if any(function is seen for seen in self._functions):
+        if any(seen() is function for seen in self._functions):
             return False
-        self._functions.append(function)
+        self._functions.append(weakref.ref(function))
         return True
 
     def begin(self, operations: Sequence[Operation], target: Target, loss: float, lookups: Lookups) -> list[Key | None]:
