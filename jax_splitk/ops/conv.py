@@ -274,10 +274,10 @@ def conv_general_dilated(
 
     With an epilogue the result is activation(convolution + bias) + residual, or with `activation_last`
     activation(convolution + bias + residual). The families fprop_im2col, fprop_patch, fprop_gather and fprop_grouped
-    compute it in the kernel of the convolution, in float32 of the whole sum. The kernel is chosen for the convolution
-    alone. After other kernels XLA computes the epilogue, from the convolution rounded to the result's dtype. After its
-    own convolution XLA gets lax's operations, and may fuse them. Under differentiation of an activation the rounded
-    convolution is kept, and XLA computes the epilogue.
+    compute it in the kernel of the convolution, in float32 of the whole sum; fprop_grouped only without a residual. The
+    kernel is chosen for the convolution alone. After other kernels XLA computes the epilogue, from the convolution
+    rounded to the result's dtype. After its own convolution XLA gets lax's operations, and may fuse them. Under
+    differentiation of an activation the rounded convolution is kept, and XLA computes the epilogue.
 
     For operands of other dtypes than `compute_dtype` accepts (integers, complex numbers, 8-bit floats), lax computes
     the convolution and its gradients, and the log says so. They take no epilogue.
