@@ -154,10 +154,9 @@ def stays_laxs(ctx: Any, problem: Problem, options: Options, platform: str, *, f
 
     if is_kernels(problem, unmeasured, agreed):
         return None
-    if problem.batch % devices == 0:
-        part = dataclasses.replace(problem, batch=problem.batch // devices)
-        if is_kernels(part, unmeasured if agreed else options, here):
-            return None
+    part = program.part_of(problem, devices)
+    if part is not None and is_kernels(part, unmeasured if agreed else options, here):
+        return None
     return "no kernel is chosen for it"
 
 

@@ -48,11 +48,11 @@ def _operations(function: core.Jaxpr, devices: int) -> Iterator[Operation]:
             if problem is not None and routing.only_xla(problem) is None and call.options.implementation != "xla":
                 found[routing.served(problem, "cuda")[0], call.options] += times
     for (problem, options), times in found.items():
-        if (part := _part(problem, devices)) is not None:
+        if (part := part_of(problem, devices)) is not None:
             yield Operation(part, options, times)
 
 
-def _part(problem: Problem, devices: int) -> Problem | None:
+def part_of(problem: Problem, devices: int) -> Problem | None:
     """What each of the devices computes if they divide the batch; None if they cannot."""
     if devices == 1:
         return problem

@@ -4,7 +4,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _DEFAULTS = {
     "JAX_SPLITK_CACHE_DIR": "",
@@ -54,23 +54,21 @@ def seconds(name: str) -> float:
 def share(name: str) -> float:
     """The variable's value as a share of a whole; SettingError unless it is at least 0 and below 1."""
     text = os.environ.get(name) or _DEFAULTS[name]
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise SettingError(f"{name}={text!r}; accepted: a number of at least 0 and below 1")
-    return value
+    return _number(name, text, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
 def positive(name: str, text: str, unit: str) -> float:
     """`text` as a number; SettingError unless it is above 0."""
+    return _number(name, text, f"a number of {unit} above 0", lambda value: 0 < value < math.inf)
+
+
+def _number(name: str, text: str, accepted: str, accepts: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise SettingError(f"{name}={text!r}; accepted: a number of {unit} above 0")
+        value = math.nan
+    if not accepts(value):
+        raise SettingError(f"{name}={text!r}; accepted: {accepted}")
     return value
 
 

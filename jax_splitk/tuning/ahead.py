@@ -3,7 +3,7 @@
 JAX lowers the operations of a program one after the other. If this process's devices are GPUs, the trace of an
 operation begins at once to compile the kernel that the lowering will choose; otherwise that begins when the first
 operation of the program is lowered. What is traced may never be lowered, or with other shapes. Then a kernel was
-compiled for nothing. Nothing here logs, stores or raises: the lowering does.
+compiled for nothing. Nothing here logs or stores, and callers ignore what it raises: the lowering does it again.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def traced(problem: Problem, options: Options) -> None:
     if is_looked_at or not _is_for_this_gpu():
         return
     target = target_for("cuda")
-    with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
+    with disk.defer_warnings(once.state.deferred_warnings):
         if measured_first(key_for(problem, target), options) is None:
             _compile(problem, options, target)
 
@@ -43,7 +43,7 @@ def begin(
       measure: whether a problem that has no decision may be measured now.
       under_way: the operation whose own lowering has begun, if nothing else is to prepare it.
     """
-    with contextlib.suppress(Exception), disk.defer_warnings(once.state.deferred_warnings):
+    with disk.defer_warnings(once.state.deferred_warnings):
         first: Sequence[Key | None] = [None] * len(operations)
         if measure:
             loss = settings.share("JAX_SPLITK_TUNE_LOSS")
