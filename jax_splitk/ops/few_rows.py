@@ -77,7 +77,7 @@ def _dot_general(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _matmul(theirs: Callable[..., Any], a: Any, b: Any, **kwargs: Any) -> Any:
-    """`jnp.matmul` and `jnp.dot`, with a matrix as the second operand."""
+    """`jnp.matmul`, `jnp.dot` and `a @ b`, with a matrix as the second operand."""
     if np.ndim(b) != 2 or np.ndim(a) < 1:
         return theirs(a, b, **kwargs)
     numbers = (((np.ndim(a) - 1,), (0,)), ((), ()))

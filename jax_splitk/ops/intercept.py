@@ -24,6 +24,7 @@ from jax_splitk.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_splitk.problems.conv_reference import lax_conv
 from jax_splitk.problems.conv_wgrad import DTYPES
 from jax_splitk.problems.ragged_reference import lax_ragged_dot, lax_ragged_dot_general
+from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import Refusal, dtype_of, require, wider
 from jax_splitk.tuning.options import Implementation, options
 
@@ -103,12 +104,12 @@ def intercept(
     Blocks nest: an argument that an inner block does not name is the outer block's. `intercept()` inside of
     `jax_splitk.options` takes its defaults.
 
-    While any block is open, in any thread, these attributes of `jax.lax` and `jax.numpy` are replaced; other threads
-    reach JAX through them as before, and the last block that is left puts them back. The jaxpr is not rewritten
-    instead: it shows neither the functions of a custom_vjp nor those that are traced later, and a convolution that is
-    replaced in it is one that lax has differentiated or batched already. Nor is the primitive replaced: lax's own
-    rules, which our backward pass uses, call it, too. So a function that was imported by its name (`from jax.lax import
-    conv_general_dilated`) or bound as a default, as in flax.nnx.Conv, is not replaced
+    While any block is open, in any thread, these attributes of `jax.lax` and `jax.numpy` are replaced, and the operator
+    `@` of traced arrays; other threads reach JAX through them as before, and the last block that is left puts them
+    back. The jaxpr is not rewritten instead: it shows neither the functions of a custom_vjp nor those that are traced
+    later, and a convolution that is replaced in it is one that lax has differentiated or batched already. Nor is the
+    primitive replaced: lax's own rules, which our backward pass uses, call it, too. So a function that was imported by
+    its name (`from jax.lax import conv_general_dilated`) or bound as a default, as in flax.nnx.Conv, is not replaced
     (`jax_splitk.layers.flax_nnx.make_interceptable` changes that for a model); `jax_splitk.explain` lists what is left
     to lax.
 
@@ -119,8 +120,8 @@ def intercept(
       implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
       workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
       few_rows: whether products in bodies of `jax.lax.scan` are routed, too, if they have at most 64 rows, operands of
-        16 bits and a weight of at least 1 MiB as the second operand: those of `jax.numpy.dot`, `matmul` and `einsum`
-        and of `jax.lax.dot_general`, but not `x @ w`. On a Hopper GPU a kernel reads the scanned weight where it lies
+        16 bits and a weight of at least 1 MiB as the second operand: those of `x @ w`, of `jax.numpy.dot`, `matmul`
+        and `einsum` and of `jax.lax.dot_general`. On a Hopper GPU a kernel reads the scanned weight where it lies
         in the stack, which XLA would copy first. Elsewhere, and in a program for several devices, they stay lax's.
 
     Raises:
@@ -166,7 +167,7 @@ class _Patch(contextlib.AbstractContextManager[None]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
-        # By module and name: what was there, what is there now.
+        # By module or class, and name: what was there, what is there now.
         self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def __enter__(self) -> None:
@@ -175,7 +176,7 @@ class _Patch(contextlib.AbstractContextManager[None]):
             if self._blocks == 1:
                 self._replaced = {at: (getattr(*at), new) for at, new in _replacements().items()}
                 for at, (_, new) in self._replaced.items():
-                    setattr(*at, new)
+                    _put(*at, new)
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -183,7 +184,12 @@ class _Patch(contextlib.AbstractContextManager[None]):
             if self._blocks == 0:
                 for at, (old, new) in self._replaced.items():
                     if getattr(*at) is new:  # else somebody has replaced it in turn; it does no harm
-                        setattr(*at, old)
+                        _put(*at, old)
+
+
+def _put(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Makes a function an attribute of a module, or a static method of a class."""
+    setattr(owner, name, staticmethod(function) if isinstance(owner, type) else function)
 
 
 # One for the process, which has each module once.
@@ -191,7 +197,7 @@ _patch = _Patch()
 
 
 def _replacements() -> dict[tuple[Any, str], Callable[..., Any]]:
-    """The functions that replace those of JAX, by module and name."""
+    """The functions that replace those of JAX, by module or class, and name."""
     routed = {name: functools.partial(_routed, theirs, ours) for name, (theirs, ours) in _ROUTES.items()}
     found = {name: _dispatcher(getattr(lax, name), inside) for name, inside in routed.items()}
     for name in _CALLERS:
@@ -204,6 +210,8 @@ def _replacements() -> dict[tuple[Any, str], Callable[..., Any]]:
         found[name] = _dispatcher(function, copy)
     found["scan"] = _dispatcher(lax.scan, functools.partial(_scan, lax.scan))
     on_products = quantized_numpy.functions(_of_arrays)
+    # `x @ w` takes quantized weights anyway: the weight's own operator computes it.
+    on_products |= {at: _of_arrays("matmul", getattr(*at)) for at in _compat.matmul_operators()}
     products = {at: _dispatcher(getattr(*at), inside) for at, inside in on_products.items()}
     return {(lax, name): function for name, function in found.items()} | products
 

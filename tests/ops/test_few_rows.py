@@ -24,6 +24,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
 PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
     "dot": lambda x, w: jnp.dot(x, w),  # noqa: PLW0108 - replaced when it is called
     "matmul": lambda x, w: jnp.matmul(x, w),  # noqa: PLW0108
+    "operator": lambda x, w: x @ w,
     "matmul, wide": lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype),
     "einsum": lambda x, w: jnp.einsum("bk,kn->bn", x, w),
     "dot_general": lambda x, w: lax.dot_general(x, w, NUMBERS),
@@ -60,6 +61,30 @@ def test_products_in_a_scan_are_routed(name: str) -> None:
     for others in (jax_splitk.intercept(), jax_splitk.intercept(few_rows=False)):
         with others:
             assert jax_splitk.explain(function, *types(), platform="cuda").decisions == ()
+
+
+def test_the_operator_of_other_operands_is_jaxs() -> None:
+    """Operands that are quantized weights, NumPy's arrays or no arrays, and blocks that route no products."""
+    x, stack = types()
+    weight = jax_splitk.quantize(jnp.ones((WIDTH, 64), jnp.bfloat16), "int8", group_size=128)
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        with pytest.raises(TypeError, match="unsupported operand"):
+            _ = x @ "w"  # pyright: ignore[reportOperatorIssue]
+        assert (x[0] @ w[0]).shape == () and (np.ones(WIDTH, np.float32) @ x.T).shape == (8,)
+        return x + (x @ weight).astype(x.dtype).sum() + (x @ np.ones((WIDTH, WIDTH), x.dtype)).sum(), None
+
+    def body(x: jax.Array, stack: jax.Array) -> jax.Array:
+        return lax.scan(layer, x, stack)[0]
+
+    with jax_splitk.intercept(few_rows=True):
+        decisions = jax_splitk.explain(body, x, stack, platform="cuda").decisions
+        with jax_splitk.intercept(few_rows=False):
+            assert [d.problem.op for d in jax_splitk.explain(body, x, stack, platform="cuda").decisions] == [
+                "quantized_matmul"
+            ]
+    assert [d.problem.op for d in decisions] == ["quantized_matmul", "dot_general"]
+    assert [d.problem.op for d in jax_splitk.explain(body, x, stack, platform="cuda").decisions] == ["quantized_matmul"]
 
 
 def test_a_program_for_a_gpu_has_the_kernel() -> None:
