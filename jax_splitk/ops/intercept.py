@@ -120,9 +120,10 @@ def intercept(
       implementation: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
       workspace_limit_bytes: as in `jax_splitk.conv_wgrad`, for every jax_splitk operation in the block.
       few_rows: whether products in bodies of `jax.lax.scan` are routed, too, if they have at most 64 rows, operands of
-        16 bits and a weight of at least 1 MiB as the second operand: those of `x @ w`, of `jax.numpy.dot`, `matmul`
-        and `einsum` and of `jax.lax.dot_general`. On a Hopper GPU a kernel reads the scanned weight where it lies
-        in the stack, which XLA would copy first. Elsewhere, and in a program for several devices, they stay lax's.
+        bfloat16, float16 or float8_e4m3fn, and a weight of at least 1 MiB as the second operand: those of `x @ w`, of
+        `jax.numpy.dot`, `matmul` and `einsum` and of `jax.lax.dot_general`. On a Hopper GPU a kernel reads the scanned
+        weight where it lies in the stack, which XLA would copy first. Elsewhere, and in a program for several devices,
+        they stay lax's.
 
     Raises:
       ValueError, TypeError: an argument outside its range.
