@@ -43,7 +43,8 @@ def _nested() -> list[tuple[Operation, Step, list[Step]]]:
     Left out: operations that differ in the implementation or the way of the call alone, since the rules do not depend
     on it; epilogues of experts, which are lax's around the rules of the product; steps without operands, in which the
     operation is a constant, but for derivatives of a loop over it; jit, which is around each pair; an outer checkpoint,
-    and checkpoint under what does not differentiate, where it has no effect.
+    and checkpoint under what does not differentiate, where it has no effect; an outer scan, whose body is what the
+    inner step makes, and vmap and scan of a scan, whose body meets the rules as it would alone.
     """
     found = []
     for name, operation in OPERATIONS.items():
@@ -51,8 +52,9 @@ def _nested() -> list[tuple[Operation, Step, list[Step]]]:
             continue
         acting = [step for step in steps(len(operation.shapes), every=False) if step.those]
         differentiating = [step for step in acting if step.name in ("jvp", "vjp")]
+        transforming = [step for step in acting if step.name != "scan"]
         for inner in (*acting, Step("scan"), Step("checkpoint")):
-            outer = acting if inner.those else differentiating
+            outer = differentiating if inner.name in ("scan", "checkpoint") else transforming
             found.append(pytest.param(operation, inner, outer, id=f"{name}-{inner}"))
     return found
 
