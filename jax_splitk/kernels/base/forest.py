@@ -5,6 +5,7 @@ sum of leaves into a factor.
 """
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -43,6 +44,11 @@ class Forest:
     leaf: np.ndarray
     depth: int
 
+    @functools.cached_property
+    def _next(self) -> np.ndarray:
+        """Each node's `no` and `yes`, one after another."""
+        return np.stack([self.no, self.yes], axis=1).ravel()
+
     def factors(self, rows: np.ndarray) -> np.ndarray:
         """The factor by which each row's value is multiplied.
 
@@ -51,7 +57,7 @@ class Forest:
         """
         at = np.tile(self.roots, len(rows))
         begin = np.repeat(np.arange(len(rows)) * rows.shape[1], len(self.roots))
-        values, next_nodes = rows.ravel(), np.stack([self.no, self.yes], axis=1).ravel()
+        values, next_nodes = rows.ravel(), self._next
         for _ in range(self.depth):
             low = values.take(begin + self.feature.take(at)) <= self.threshold.take(at)
             at = next_nodes.take(2 * at + low)
