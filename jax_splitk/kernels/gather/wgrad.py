@@ -146,10 +146,10 @@ def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
     found, least = {}, slices(v)[-1]
     widths = {1, 2, 4, *range(8, 129, 8), -(-v.out[2] // 8) * 8}
     for q, p, n in itertools.product(sorted(widths), (1, 2, 4, 7, 8, 14, 16, 28, 32), (1, 2, 4, 8, 16, 32, 64)):
-        config = Config(1, 1, 8, n, p, q, least, 2, 1)
-        if not 32 <= config.pixels <= MAX_PIXELS or config.pixels % 32 or not _steps_add_up(config):
+        if n * p * q not in range(32, MAX_PIXELS + 1, 32):
             continue
-        if shared_bytes(v, config) > SHARED_BYTES:
+        config = Config(1, 1, 8, n, p, q, least, 2, 1)
+        if not _steps_add_up(config) or shared_bytes(v, config) > SHARED_BYTES:
             continue
         covered = -(-v.batch // n) * n * -(-v.out[1] // p) * p * -(-v.out[2] // q) * q
         waste = covered / (v.batch * v.out[1] * v.out[2])
@@ -259,7 +259,10 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
         for tile, tile_n, channels in itertools.product(_pixel_tiles(v), v.column_tiles(TILE_N), slices(v)):
             smallest = Config(1, 1, tile_n, *tile, channels, 1, 1)
             most = min(MAX_STAGES, (SHARED_BYTES - RESERVED_BYTES) // _stage_bytes(v, smallest))
+            rows = layout(v, smallest).gemm_rows
             for consumers, blocks in itertools.product((1, 2, 3, 4), (1, 2, 3, 4)):
+                if 64 * consumers * (blocks - 1) >= rows:
+                    continue  # with a block less they have all rows
                 for stages in range(most, 1, -1):
                     config = Config(consumers, blocks, tile_n, *tile, channels, stages, 1)
                     if self.config_refusal(problem, config) is None:
@@ -270,9 +273,7 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
                             break
                     elif v.parts < 3:  # it needs too many registers with any number of stages
                         break
-        rows = {c: layout(v, c).gemm_rows for c in found}
-        useful = [c for c in found if c.tile_m < rows[c] + 64 * c.consumers or c.tile_m == 64]
-        of = {self.filling(problem, c, target): c for c in useful}
+        of = {self.filling(problem, c, target): c for c in found}
         return [of[c] for c in self.by_estimate(problem, of, target)]
 
     def neighbours(self, problem: ConvWgradProblem, config: Config, target: Target) -> list[Config]:
@@ -292,7 +293,7 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         chain = -(-self.reduction_blocks(problem, config) // config.splits)
         resident = min(together, -(-blocks // target.cores))
-        stages, waves = -(-blocks // target.cores) * chain, self.waves(problem, config, target)
+        stages, waves = -(-blocks // target.cores) * chain, -(-blocks // (target.cores * together))
         # All but one of a thread block's stages are being loaded. The first loads do not wait.
         late = max(0.0, 1 - config.stages / chain) / (config.stages - 1) / resident
         of_stage = stage_work(volume(problem), config)
