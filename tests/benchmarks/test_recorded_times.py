@@ -50,8 +50,12 @@ def regrets() -> dict[str, list[float]]:
         us = record.times()
         if len(us) < 2:
             continue
-        # `times` has no time of XLA's, which alone has no family.
-        given = {c: c.family.estimate(record.problem, c.config, record.target) for c in us if c.family is not None}
+        given: dict[Candidate, float] = {}
+        for family in {c.family for c in us}:
+            assert family is not None  # `times` has no time of XLA's, which alone has no family
+            some = [c for c in us if c.family is family]
+            seconds = family.estimates(record.problem, [c.config for c in some], record.target)
+            given.update(zip(some, seconds, strict=True))
         for name in ("all", record.problem.op):
             found[name].append(us[min(given, key=lambda c: given[c])] / min(us.values()) - 1)
     return found
