@@ -28,6 +28,11 @@ def on_device(values: Any, dtype: Any) -> jax.Array:
     return jax.device_put(np.asarray(values).astype(jnp.dtype(dtype)))
 
 
+def ones(shape: int | tuple[int, ...], dtype: Any = "float32") -> jax.Array:
+    """`jnp.ones`, for which XLA compiles a program for each shape."""
+    return on_device(np.ones(shape), dtype)
+
+
 def together(functions: Iterable[Callable[..., Any]], *operands: Any) -> list[Any]:
     """The functions' results, from one program, in which XLA compiles once what they have in common."""
     return jax.jit(lambda *operands: [function(*operands) for function in functions])(*operands)

@@ -1,6 +1,7 @@
 """A newcomer's mistakes: each message says what to do. Mistakes of installation (a checkout that is not built, an old
 jax, an old Python) are in tests/runtime/test_requirements.py."""
 
+import functools
 import inspect
 import re
 import typing
@@ -17,18 +18,27 @@ from jax_splitk.problems.dot_general import ACTIVATIONS, Activation
 from jax_splitk.problems.epilogue import GATED
 from jax_splitk.quantized.formats import FORMATS, QType
 from jax_splitk.tuning.options import Implementation
+from tests.problems import ones
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 NCHW = ("NCHW", "OIHW", "NCHW")
-X, W = jnp.ones((8, 28, 28, 32), jnp.bfloat16), jnp.ones((3, 3, 32, 64), jnp.bfloat16)
-G = jnp.ones((8, 28, 28, 64), jnp.bfloat16)
-KERNEL, ROWS = jnp.ones((256, 512), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
-QUANTIZED = jax_splitk.quantize(KERNEL, "int4", group_size=64)
-PACKED = jax_splitk.prepack(QUANTIZED)
+X, W = ones((8, 28, 28, 32), jnp.bfloat16), ones((3, 3, 32, 64), jnp.bfloat16)
+G = ones((8, 28, 28, 64), jnp.bfloat16)
+KERNEL, ROWS = ones((256, 512), jnp.bfloat16), ones((8, 256), jnp.bfloat16)
 
 IN_ORDER = "accepted: quantized_matmul(x, w), the activations x first, then the weight w"
 AS_ARRAY = "used as an array; accepted: x @ w, jax_splitk.quantized_matmul, quantized_dot_general and quantized_einsum"
 FITS_NHWC = f"these shapes fit dimension_numbers={NHWC} (None means {NCHW})"
+
+
+@functools.cache
+def quantized() -> jax_splitk.QuantizedArray:
+    return jax_splitk.quantize(KERNEL, "int4", group_size=64)
+
+
+@functools.cache
+def packed() -> jax_splitk.PackedWeight:
+    return jax_splitk.prepack(quantized())
 
 
 def conv(x: Any = X, w: Any = W, numbers: Any = NHWC, **arguments: Any) -> jax.Array:
@@ -37,12 +47,12 @@ def conv(x: Any = X, w: Any = W, numbers: Any = NHWC, **arguments: Any) -> jax.A
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "arguments the other way round": (
-        lambda: jax_splitk.quantized_matmul(PACKED, ROWS),  # pyright: ignore[reportArgumentType]
+        lambda: jax_splitk.quantized_matmul(packed(), ROWS),  # pyright: ignore[reportArgumentType]
         TypeError,
         IN_ORDER,
     ),
     "the same, of a weight that is not packed": (
-        lambda: jax_splitk.quantized_matmul(QUANTIZED, ROWS),  # pyright: ignore[reportArgumentType]
+        lambda: jax_splitk.quantized_matmul(quantized(), ROWS),  # pyright: ignore[reportArgumentType]
         TypeError,
         f"x of type QuantizedArray and w of type ArrayImpl; {IN_ORDER}",
     ),
@@ -57,9 +67,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "jax_splitk.quantize makes a QuantizedArray of an array",
     ),
-    "a packed weight as an array": (lambda: jnp.asarray(PACKED), TypeError, f"PackedWeight {AS_ARRAY}"),
-    "a quantized array in NumPy": (lambda: np.asarray(QUANTIZED), TypeError, f"QuantizedArray {AS_ARRAY}"),
-    "packed @ x": (lambda: PACKED @ ROWS, TypeError, "PackedWeight @ ArrayImpl, w of shape (256, 512) that c"),
+    "a packed weight as an array": (lambda: jnp.asarray(packed()), TypeError, f"PackedWeight {AS_ARRAY}"),
+    "a quantized array in NumPy": (lambda: np.asarray(quantized()), TypeError, f"QuantizedArray {AS_ARRAY}"),
+    "packed @ x": (lambda: packed() @ ROWS, TypeError, "PackedWeight @ ArrayImpl, w of shape (256, 512) that c"),
     "a kernel of three dimensions": (
         lambda: jax_splitk.quantize(jnp.ones((64, 4, 16)), "int4", group_size=64),
         ValueError,
@@ -140,14 +150,14 @@ def test_there_is_no_hint_of_a_layout_that_does_not_fit_either() -> None:
 
 
 def test_the_repr_of_a_weight_is_one_line() -> None:
-    assert repr(QUANTIZED) == (
+    assert repr(quantized()) == (
         "QuantizedArray(qvalue=int4[256,512], scale=bfloat16[4,512], zero_point=None, qtype='int4')"
     )
-    assert repr(PACKED) == (
+    assert repr(packed()) == (
         "PackedWeight(shape=(256, 512), qtype='int4', group_size=64, words=uint32[8,4,512], scale=bfloat16[8,4,64], "
         "zero_point=None)"
     )
-    for weight in (QUANTIZED, PACKED):
+    for weight in (quantized(), packed()):
         for leaves in (object(), None, jax.sharding.PartitionSpec("x"), 3):  # as jax.tree.map may put there
             assert "\n" not in repr(jax.tree.map(lambda _, leaves=leaves: leaves, weight))
     assert "scale=float32[2,4,512]" in repr(jax.vmap(lambda w: jax_splitk.quantize(w, "int8", group_size=64))(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax import numpy as jnp
 
@@ -17,7 +18,7 @@ from tests.convolutions import PLAIN
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
-LHS, G, RHS_SHAPE = jnp.ones(PLAIN.lhs_shape), jnp.ones(PLAIN.g_shape), PLAIN.rhs_shape
+LHS, G, RHS = (np.ones(shape, np.float32) for shape in (PLAIN.lhs_shape, PLAIN.g_shape, PLAIN.rhs_shape))
 DTYPES = "bfloat16, float16, float32, float64"
 HOPPER_CONFIG, HOST_CONFIG = im2col.Config(128, 128, 6, False, 1), wgrad_host.Config(1, 64)
 
@@ -82,7 +83,7 @@ WGRAD_ERRORS: list[Error] = [
     ({"lhs": LHS[0, 0, 0], "g": G[0, 0, 0]}, ValueError, "lhs of shape (6,) and g of shape (10,); accepted: one rank"),
     *(({"rhs_shape": shape}, ValueError, f"rhs_shape={shape}; accepted: 4 integers of at least 0")
       for shape in ((3, 2, 6), (3.7, 2, 6, 10), (-3, 2, 6, 10), 9, None)),
-    ({"rhs_shape": jnp.ones(RHS_SHAPE)}, ValueError,
+    ({"rhs_shape": jax.device_put(RHS)}, ValueError,
      "rhs_shape is an array of shape (3, 2, 6, 10); accepted: 4 integers of at least 0"),
     ({"rhs_shape": (3, 0, 6, 10)}, ValueError,
      "rhs_shape=(3, 0, 6, 10) with a kernel of [3, 0]; accepted: sizes of at least 1"),
@@ -97,9 +98,9 @@ WGRAD_ERRORS: list[Error] = [
     ({"g": G[..., 1:]}, ValueError, "g has shape (4, 9, 8, 9); the convolution's output has (4, 9, 8, 10)"),
 ]  # fmt: skip
 
-COMPLEX = {"lhs": LHS.astype(jnp.complex64), "rhs": jnp.ones(RHS_SHAPE, jnp.complex64)}
+COMPLEX = {"lhs": LHS.astype("complex64"), "rhs": RHS.astype("complex64")}
 CONV_ERRORS: list[Error] = [
-    *(({"lhs": LHS.astype(lhs), "rhs": jnp.ones(RHS_SHAPE, rhs)}, TypeError,
+    *(({"lhs": LHS.astype(lhs), "rhs": RHS.astype(rhs)}, TypeError,
        f"lhs is {lhs} and rhs is {rhs}; accepted: one of {DTYPES} for both, or compute_dtype=")
       for lhs, rhs in (("float32", "bfloat16"), ("int32", "float32"))),
     *((COMPLEX | given, NotImplementedError, f"{said} with operands of complex64; accepted: {DTYPES}. Use implement")
@@ -108,23 +109,26 @@ CONV_ERRORS: list[Error] = [
     ({"out_sharding": "data"}, TypeError, "out_sharding='data': "),
     ({"compute_dtype": jnp.int8}, TypeError, f"int8'>; accepted: {DTYPES}"),
     ({"compute_dtype": "float8_e4m3fn"}, TypeError, f"compute_dtype='float8_e4m3fn'; accepted: {DTYPES}"),
-    ({"lhs": LHS.astype(jnp.complex64), "compute_dtype": jnp.float32}, TypeError,
+    ({"lhs": LHS.astype("complex64"), "compute_dtype": jnp.float32}, TypeError,
      "lhs is complex64 and rhs is float32; accepted: real numbers"),
     ({"compute_dtype": "foo"}, TypeError, f"compute_dtype='foo'; accepted: {DTYPES}"),
     ({"lhs": LHS[0]}, ValueError, SAME_RANKS),
-    ({"lhs": LHS[0, 0, 0], "rhs": jnp.ones(3)}, ValueError, "lhs of shape (6,) and rhs of shape (3,); accepted: one r"),
+    ({"lhs": LHS[0, 0, 0], "rhs": RHS[:, 0, 0, 0]}, ValueError,
+     "lhs of shape (6,) and rhs of shape (3,); accepted: one r"),
     ({"lhs": LHS[..., 1:]}, ValueError, "conv_general_dilated lhs feature dimension size divided by feature_group_cou"),
 ]  # fmt: skip
 
 
 def wgrad_call(**changes: Any) -> Any:
-    arguments = {"lhs": LHS, "g": G, "rhs_shape": RHS_SHAPE, **PLAIN.arguments, **changes}
-    return jax_splitk.conv_wgrad(arguments.pop("lhs"), arguments.pop("g"), arguments.pop("rhs_shape"), **arguments)
+    arguments = {"lhs": LHS, "g": G, "rhs_shape": PLAIN.rhs_shape, **PLAIN.arguments, **changes}
+    lhs, g = (jax.device_put(arguments.pop(name)) for name in ("lhs", "g"))
+    return jax_splitk.conv_wgrad(lhs, g, arguments.pop("rhs_shape"), **arguments)
 
 
 def conv_call(**changes: Any) -> Any:
-    arguments = {"lhs": LHS, "rhs": jnp.ones(RHS_SHAPE), **PLAIN.arguments, **changes}
-    return jax_splitk.conv_general_dilated(arguments.pop("lhs"), arguments.pop("rhs"), **arguments)
+    arguments = {"lhs": LHS, "rhs": RHS, **PLAIN.arguments, **changes}
+    lhs, rhs = (jax.device_put(arguments.pop(name)) for name in ("lhs", "rhs"))
+    return jax_splitk.conv_general_dilated(lhs, rhs, **arguments)
 
 
 @pytest.mark.parametrize(("call", "changes", "kind", "message"), [

@@ -17,6 +17,7 @@ import jax_splitk
 from jax_splitk import explain, intercept
 from jax_splitk.ops import conv
 from jax_splitk.problems.conv_reference import lax_conv
+from tests.problems import generator, on_device
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 NAMES = (
@@ -28,8 +29,7 @@ NAMES = (
     "ragged_dot_general",
 )
 STOCK = {name: getattr(lax, name) for name in NAMES}
-KEYS = jax.random.split(jax.random.key(0), 2)
-X, W = jax.random.normal(KEYS[0], (4, 6, 6, 8)), jax.random.normal(KEYS[1], (3, 3, 8, 8))
+X, W = (on_device(generator(455).standard_normal(shape), "float32") for shape in ((4, 6, 6, 8), (3, 3, 8, 8)))
 
 
 def plain(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -10,18 +10,18 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk import explain, intercept
-from tests.problems import generator
+from tests.problems import generator, on_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU's kernel is named")
 
-SIZES = jnp.array([100, 0, 60, 40])
+SIZES = on_device([100, 0, 60, 40], jnp.int32)
 TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 BATCH = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
 
 
 def _operands(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = generator(450)
-    return [jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes]
+    return [on_device(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes]
 
 
 X, W = _operands((256, 16), (4, 16, 32))

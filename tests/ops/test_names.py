@@ -14,7 +14,7 @@ from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests.convolutions import NHWC
 from tests.every_kernel import RUNS
-from tests.problems import conv
+from tests.problems import conv, ones
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(\S+) = .*? ([\w-]+)\(.*metadata=\{op_name=\"([^\"]*)\"", re.MULTILINE)
 # Pass, operation, and kernel family.
@@ -32,7 +32,7 @@ def pack(w: jax.Array) -> jax_splitk.PackedWeight:
     return jax_splitk.prepack(jax_splitk.quantize(w, "int4", group_size=64))
 
 
-W = jnp.ones((256, 512), jnp.bfloat16)
+W = ones((256, 512), jnp.bfloat16)
 SCALES = {"dense": (3, 3, 64, 64), "depthwise": (7, 7, 1, 64), "layer": (64, 64), "scale": (1, 512)}
 
 

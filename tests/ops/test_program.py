@@ -18,7 +18,7 @@ from jax_splitk.tuning.worth import Operation
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-X, G = jnp.ones((8, 9, 8)), jnp.ones((8, 9, 8))
+X, G = np.ones((8, 9, 8), np.float32), np.ones((8, 9, 8), np.float32)
 wgrad = functools.partial(
     jax_splitk.conv_wgrad,
     rhs_shape=(3, 8, 8),

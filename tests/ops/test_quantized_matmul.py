@@ -18,6 +18,7 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.exhaustive import crossed, thinned
 from tests.formats import CASES, GROUPS, Foreign, every_code
+from tests.problems import ones
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
 FORMATS = [(*case, *group) for case in CASES for group in GROUPS]
@@ -411,12 +412,12 @@ def test_shard_map(form: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
-    ({"x": jnp.ones((3, 64), jnp.int8)}, TypeError, "x of dtype int8; accepted: bfloat16, float16, float8_e4m3fn, fl"),
-    ({"x": jnp.ones((3, 63))}, ValueError, "x of shape (3, 63) and w of shape (64, 5); accepted: x of [..., 64]"),
-    ({"x": jnp.ones(())}, ValueError, "x of shape () and w of shape (64, 5)"),
-    ({"w": jnp.ones((64, 5))}, TypeError, "w of type ArrayImpl; accepted: QuantizedArray, PackedWeight, a qwix QArray"),
-    ({"w": QuantizedArray(jnp.ones((0, 5), jnp.int4), jnp.ones((1, 5)))}, ValueError, "accepted: k of at least 1"),
-    ({"w": QuantizedArray(jnp.ones((2, 64, 5), jnp.int4), jnp.ones((2, 1, 5)))}, ValueError, "a weight of shape (2, "),
+    ({"x": ones((3, 64), jnp.int8)}, TypeError, "x of dtype int8; accepted: bfloat16, float16, float8_e4m3fn, fl"),
+    ({"x": ones((3, 63))}, ValueError, "x of shape (3, 63) and w of shape (64, 5); accepted: x of [..., 64]"),
+    ({"x": ones(())}, ValueError, "x of shape () and w of shape (64, 5)"),
+    ({"w": ones((64, 5))}, TypeError, "w of type ArrayImpl; accepted: QuantizedArray, PackedWeight, a qwix QArray"),
+    ({"w": QuantizedArray(ones((0, 5), jnp.int4), ones((1, 5)))}, ValueError, "accepted: k of at least 1"),
+    ({"w": QuantizedArray(ones((2, 64, 5), jnp.int4), ones((2, 1, 5)))}, ValueError, "a weight of shape (2, "),
     ({"preferred_element_type": jnp.int32}, TypeError, "accepted: bfloat16, float16, float32"),
     ({"preferred_element_type": "foo"}, TypeError, "preferred_element_type='foo'; accepted: bfloat16, float16, float3"),
     ({"implementation": "cutlass"}, NotImplementedError, "implementation='cutlass': kernels take packed weights; use "),
@@ -431,6 +432,6 @@ def test_shard_map(form: str) -> None:
 ])  # fmt: skip
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     q, _ = every_code("int4", 64, 5, 32)
-    arguments = {"x": jnp.ones((3, 64)), "w": q, **change}
+    arguments = {"x": ones((3, 64)), "w": q, **change}
     with pytest.raises(error, match=re.escape(message)):
         quantized_matmul(arguments.pop("x"), arguments.pop("w"), **arguments)

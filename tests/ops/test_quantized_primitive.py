@@ -22,6 +22,7 @@ from jax_splitk.quantized import PackedWeight, dequantize, unpack
 from jax_splitk.runtime.plan import HOST_QUANTIZED_TARGET
 from jax_splitk.tuning.options import Options
 from tests.formats import every_code
+from tests.problems import ones
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's kernel")
 
@@ -138,12 +139,12 @@ def test_an_empty_product_is_xlas() -> None:
     ({"implementation": "cutlass"}, NotImplementedError, "quantized_stream, quantized_fp8, quantized_tiled: runs on"),
     ({"config": quantized_host.Config(1000, 24)}, ValueError, "splits 1000; accepted: 1 to 3"),
     ({"config": quantized_host.Config(1, 24), "implementation": "cutlass"}, ValueError, "belongs to implementation='h"),
-    ({"x": jnp.ones((3, 192)), "implementation": "host"}, NotImplementedError, "x of dtype float32; kernels take bf"),
-    ({"x": jnp.ones((0, 192), "bfloat16"), "implementation": "host"}, NotImplementedError, "an empty product, x of sh"),
-    ({"transposed": weight(192, 64)}, ValueError, r"transposed of shape \(64, 192\); accepted: \(37, 192\)"),
+    ({"x": ones((3, 192)), "implementation": "host"}, NotImplementedError, "x of dtype float32; kernels take bf"),
+    ({"x": ones((0, 192), "bfloat16"), "implementation": "host"}, NotImplementedError, "an empty product, x of sh"),
+    ({"transposed": lambda: weight(192, 64)}, ValueError, r"transposed of shape \(64, 192\); accepted: \(37, 192\)"),
 ])  # fmt: skip
 def test_what_cannot_serve_is_an_error(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"x": integers(0, 3, 192), **arguments}
+    arguments = {"x": integers(0, 3, 192), **{k: v() if callable(v) else v for k, v in arguments.items()}}
     with pytest.raises(error, match=message):
         quantized_matmul(arguments.pop("x"), weight(), **arguments)
 

@@ -27,7 +27,7 @@ from tests import experts, products, ragged_dots
 from tests.checkpoints import writers
 from tests.exhaustive import crossed
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, explained, partitioned
-from tests.problems import generator, together
+from tests.problems import generator, on_device, ones, together
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -157,34 +157,41 @@ def test_qwix_arrays() -> None:
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
-PACKED = prepack(quantize(jnp.ones((GROUPS, K, N)), "int4", group_size=32, axis=1), stack=1)
+
+@functools.cache
+def ones_packed() -> PackedWeight:
+    return prepack(quantize(ones((GROUPS, K, N)), "int4", group_size=32, axis=1), stack=1)
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), [
-    ({"lhs": jnp.ones((4, 64))}, ValueError, r"lhs of shape \(4, 64\) .* accepted: \(m, 128\)"),
-    ({"lhs": jnp.ones((2, 4, K))}, ValueError, r"lhs of shape \(2, 4, 128\)"),
-    ({"lhs": jnp.ones((4, K), jnp.int32)}, TypeError, "lhs of dtype int32 with quantized experts"),
-    ({"rhs": PACKED[0]}, ValueError, "accepted: .* as prepack"),
-    ({"rhs": quantize(jnp.ones((K, N)), "int4", group_size=32)}, ValueError, r"rhs of shape \(128, 136\); accepted"),
-    ({"rhs": prepack(quantize(jnp.ones((GROUPS, N, K)), "int4", group_size=32, axis=2), axis=2, stack=1)},
+    ({"lhs": ones((4, 64))}, ValueError, r"lhs of shape \(4, 64\) .* accepted: \(m, 128\)"),
+    ({"lhs": ones((2, 4, K))}, ValueError, r"lhs of shape \(2, 4, 128\)"),
+    ({"lhs": ones((4, K), jnp.int32)}, TypeError, "lhs of dtype int32 with quantized experts"),
+    ({"rhs": lambda: ones_packed()[0]}, ValueError, "accepted: .* as prepack"),
+    ({"rhs": lambda: quantize(ones((K, N)), "int4", group_size=32)}, ValueError,
+     r"rhs of shape \(128, 136\); accepted"),
+    ({"rhs": lambda: prepack(quantize(ones((GROUPS, N, K)), "int4", group_size=32, axis=2), axis=2, stack=1)},
      ValueError, r"contracted \(1,\); accepted"),
-    ({"rhs": jax_splitk.PermutedWeight(PACKED, jnp.zeros((GROUPS, K), jnp.int32))}, TypeError, "PermutedWeight"),
-    ({"group_sizes": jnp.ones(4, jnp.int32)}, TypeError, r"group_sizes of shape \(4,\) with 5 quantized experts"),
-    ({"group_sizes": jnp.ones((1, 5), jnp.int32)}, TypeError, r"group_sizes of shape \(1, 5\)"),
-    ({"group_sizes": jnp.ones(5)}, TypeError, "group_sizes of dtype float32"),
-    ({"group_sizes": jnp.ones(4, jnp.int32), "group_offset": jnp.array([0])}, TypeError, r"\(5,\), or more groups"),
-    ({"group_offset": jnp.array([0.0])}, TypeError, "group_offset of dtype float32"),
+    ({"rhs": lambda: jax_splitk.PermutedWeight(ones_packed(), jnp.zeros((GROUPS, K), jnp.int32))}, TypeError,
+     "PermutedWeight"),
+    ({"group_sizes": ones(4, jnp.int32)}, TypeError, r"group_sizes of shape \(4,\) with 5 quantized experts"),
+    ({"group_sizes": ones((1, 5), jnp.int32)}, TypeError, r"group_sizes of shape \(1, 5\)"),
+    ({"group_sizes": ones(5)}, TypeError, "group_sizes of dtype float32"),
+    ({"group_sizes": ones(4, jnp.int32), "group_offset": on_device([0], "int32")}, TypeError,
+     r"\(5,\), or more groups"),
+    ({"group_offset": on_device([0], "float32")}, TypeError, "group_offset of dtype float32"),
     ({"out_sharding": P("x")}, NotImplementedError, "out_sharding=.* with quantized experts; accepted: None"),
     ({"preferred_element_type": "float64"}, TypeError, "preferred_element_type"),
     ({"compute_dtype": "int8"}, TypeError, "compute_dtype"),
     ({"implementation": "cublas"}, ValueError, "implementation='cublas'"),
-    ({"rhs": stack(), "implementation": "cutlass"}, NotImplementedError, "kernels take packed weights"),
+    ({"rhs": stack, "implementation": "cutlass"}, NotImplementedError, "kernels take packed weights"),
     ({"implementation": "cutlass"}, NotImplementedError, "quantized_experts: runs on cuda, not cpu"),
 ])  # fmt: skip
 def test_errors(change: dict[str, Any], kind: type[Exception], message: str) -> None:
-    given = {"lhs": jnp.ones((M, K), jnp.bfloat16), "rhs": PACKED, "group_sizes": jnp.asarray(SIZES), **change}
+    given = {"lhs": ones((M, K), jnp.bfloat16), "rhs": ones_packed, "group_sizes": jnp.asarray(SIZES), **change}
+    arguments: Any = {name: value() if callable(value) else value for name, value in given.items()}
     with pytest.raises(kind, match=message):
-        ragged_dot(**given)
+        ragged_dot(**arguments)
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------

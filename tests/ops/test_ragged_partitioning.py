@@ -15,7 +15,7 @@ import jax_splitk
 from benchmarks import experts
 from tests.exhaustive import crossed
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, explained, partitioned
-from tests.problems import generator
+from tests.problems import generator, on_device
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths"),
@@ -30,7 +30,7 @@ BOTH = ("data", "model")
 
 def _operands(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = generator(460)
-    return [jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes]
+    return [on_device(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes]
 
 
 X, W, Y = _operands((64, 16), (8, 16, 32), (64, 32))

@@ -28,6 +28,7 @@ from tests.formats import (
     rounded_once,
     table,
 )
+from tests.problems import ones
 
 FORMS = [(name, True) for name in BITS if name != "uint4"] + [(name, False) for name in INTEGERS]
 
@@ -370,7 +371,7 @@ def test_tiles_along_two_axes() -> None:
     ({"group_size": "32"}, ValueError, "group_size='32' of 96 elements along axis 0; accepted: a multiple o"),
     ({"group_size": 32.0}, ValueError, "group_size=32.0 of 96 elements along axis 0; accepted: a multiple o"),
     ({"axis": 0.0}, ValueError, "axis=0.0 of an array of rank 2; accepted: -2 to -1 or 0 to 1"),
-    ({"w": jnp.ones(()), "group_size": None}, ValueError, "w of rank 0; accepted: a rank of at least 1"),
+    ({"w": ones(()), "group_size": None}, ValueError, "w of rank 0; accepted: a rank of at least 1"),
     ({"symmetric": 1}, TypeError, "symmetric=1; accepted: True or False"),
     ({"scale_dtype": "foo"}, TypeError, "scale_dtype='foo'; accepted: bfloat16, float16, float32"),
     ({"group_size": 40}, ValueError, "group_size=40 of 96 elements along axis 0; accepted: a multiple"),
@@ -381,32 +382,32 @@ def test_tiles_along_two_axes() -> None:
     ({"dtype": "nf4", "symmetric": False}, ValueError, "symmetric=False with nf4; accepted: symmetric=True"),
     ({"scale_dtype": jnp.float8_e5m2}, TypeError,
      "accepted: bfloat16, float16, float32, float8_e8m0fnu, float8_e4m3fn"),
-    ({"w": jnp.ones((96, 5), jnp.int32)}, TypeError, "w of dtype int32; accepted: a floating dtype"),
-    ({"w": jnp.ones((0, 5)), "group_size": None}, ValueError, "of 0 elements"),
-    ({"w": {"kernel": jnp.ones((96, 5))}}, TypeError, "w of type dict; accepted: an array (jax.tree.map quantizes ea"),
+    ({"w": ones((96, 5), jnp.int32)}, TypeError, "w of dtype int32; accepted: a floating dtype"),
+    ({"w": ones((0, 5)), "group_size": None}, ValueError, "of 0 elements"),
+    ({"w": {"kernel": ones((96, 5))}}, TypeError, "w of type dict; accepted: an array (jax.tree.map quantizes ea"),
     ({"w": None}, TypeError, "w of type NoneType; accepted: an array"),
 ])  # fmt: skip
 def test_quantize_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"w": jnp.ones((96, 5)), "dtype": "int4", "group_size": 32, **change}
+    arguments = {"w": ones((96, 5)), "dtype": "int4", "group_size": 32, **change}
     with pytest.raises(error, match=re.escape(message)):
         quantize(arguments.pop("w"), arguments.pop("dtype"), **arguments)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
-    ({"qvalue": jnp.ones((64, 5))}, TypeError, "qvalue of dtype float32"),
-    ({"qvalue": jnp.ones((64, 5), jnp.int8), "qtype": "nf4"}, TypeError, "(uint4 for 'nf4')"),
-    ({"scale": jnp.ones((2, 5), jnp.int8)}, TypeError, "scale of dtype int8; accepted: bfloat16, float16, float32"),
-    ({"scale": jnp.ones((2, 3))}, ValueError, "scale (2, 3) of qvalue (64, 5); accepted: the same rank"),
-    ({"scale": jnp.ones(5)}, ValueError, "scale (5,) of qvalue (64, 5)"),
-    ({"scale": jnp.ones((0, 5))}, ValueError, "scale (0, 5) of qvalue (64, 5)"),
-    ({"zero_point": jnp.ones((1, 5), jnp.int4)}, ValueError, "zero_point of shape (1, 5); accepted: scale's shape (2"),
-    ({"zero_point": jnp.ones((2, 5), jnp.int32)}, TypeError, "zero_point of dtype int32; accepted: int4, uint4"),
-    ({"qvalue": jnp.ones((64, 5), jnp.float8_e4m3fn), "zero_point": jnp.ones((2, 5))}, ValueError, "accepted: None"),
-    ({"channel_scale": jnp.ones((1, 3))}, ValueError, "channel_scale (1, 3) of scale (2, 5)"),
-    ({"channel_scale": jnp.ones((1, 5), jnp.bfloat16)}, TypeError, "channel_scale of dtype bfloat16"),
+    ({"qvalue": ones((64, 5))}, TypeError, "qvalue of dtype float32"),
+    ({"qvalue": ones((64, 5), jnp.int8), "qtype": "nf4"}, TypeError, "(uint4 for 'nf4')"),
+    ({"scale": ones((2, 5), jnp.int8)}, TypeError, "scale of dtype int8; accepted: bfloat16, float16, float32"),
+    ({"scale": ones((2, 3))}, ValueError, "scale (2, 3) of qvalue (64, 5); accepted: the same rank"),
+    ({"scale": ones(5)}, ValueError, "scale (5,) of qvalue (64, 5)"),
+    ({"scale": ones((0, 5))}, ValueError, "scale (0, 5) of qvalue (64, 5)"),
+    ({"zero_point": ones((1, 5), jnp.int4)}, ValueError, "zero_point of shape (1, 5); accepted: scale's shape (2"),
+    ({"zero_point": ones((2, 5), jnp.int32)}, TypeError, "zero_point of dtype int32; accepted: int4, uint4"),
+    ({"qvalue": ones((64, 5), jnp.float8_e4m3fn), "zero_point": ones((2, 5))}, ValueError, "accepted: None"),
+    ({"channel_scale": ones((1, 3))}, ValueError, "channel_scale (1, 3) of scale (2, 5)"),
+    ({"channel_scale": ones((1, 5), jnp.bfloat16)}, TypeError, "channel_scale of dtype bfloat16"),
 ])  # fmt: skip
 def test_errors_of_parts(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    parts = {"qvalue": jnp.ones((64, 5), jnp.int4), "scale": jnp.ones((2, 5)), **change}
+    parts = {"qvalue": ones((64, 5), jnp.int4), "scale": ones((2, 5)), **change}
     with pytest.raises(error, match=re.escape(message)):
         dequantize(QuantizedArray(**parts))
 

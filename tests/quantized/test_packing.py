@@ -290,9 +290,9 @@ def test_prepack_errors(shape: tuple[int, ...], scale_shape: tuple[int, ...], me
 
 
 @pytest.mark.parametrize("change", [
-    {"words": jnp.zeros((1, 1, 512), jnp.uint32)},
-    {"scale": jnp.zeros((2, 2, 64))},
-    {"zero_point": jnp.zeros((2, 2, 64))},
+    {"words": np.zeros((1, 1, 512), np.uint32)},
+    {"scale": np.zeros((2, 2, 64), np.float32)},
+    {"zero_point": np.zeros((2, 2, 64), np.float32)},
     {"dims": (256, 5)},
 ])  # fmt: skip
 def test_leaves_that_do_not_belong(change: dict[str, Any]) -> None:
