@@ -41,10 +41,10 @@ try:
     raise SystemExit("it came too late")
 except KeyboardInterrupt:
     pass
-case = cases[-1]
+case = cases[20]  # one that is not tuned yet
 run = jax.jit(lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments()))
 out = run(jnp.ones(case.lhs_shape), jnp.ones(case.g_shape))
-((_, entry),) = jax_splitk.tune_problems([cases[-2].problem()], seconds=0.05)
+((_, entry),) = jax_splitk.tune_problems([cases[21].problem()], seconds=0.05)
 print(json.dumps([float(out[1, 1, 0, 0]), len(entry.measurements)]), flush=True)
 """
 
@@ -82,7 +82,7 @@ def test_ctrl_c_at_random_moments(count: int, tmp_path: pathlib.Path) -> None:
         if kind == "caught":
             assert process.returncode == 0, said
             value, measurements = json.loads(out)
-            assert value == 302 * 24 * 25, said
+            assert value == 23 * 24 * 25, said
             assert measurements > 1, said
         else:
             assert process.returncode == -signal.SIGINT, said
