@@ -143,21 +143,21 @@ def _window_refusal(v: Volume) -> str | None:
 
 def _pixel_tiles(v: Volume) -> list[tuple[int, int, int]]:
     """(images, tile_p, tile_q) with the least work: padding of the output, X touched for each pixel, short stages."""
-    found, least = {}, slices(v)[-1]
+    score, least = {}, slices(v)[-1]
     widths = {1, 2, 4, *range(8, 129, 8), -(-v.out[2] // 8) * 8}
     for q, p, n in itertools.product(sorted(widths), (1, 2, 4, 7, 8, 14, 16, 28, 32), (1, 2, 4, 8, 16, 32, 64)):
-        if n * p * q not in range(32, MAX_PIXELS + 1, 32):
-            continue
         config = Config(1, 1, 8, n, p, q, least, 2, 1)
-        if not _steps_add_up(config) or shared_bytes(v, config) > SHARED_BYTES:
+        if config.pixels not in range(32, MAX_PIXELS + 1, 32) or not _steps_add_up(config):
             continue
         covered = -(-v.batch // n) * n * -(-v.out[1] // p) * p * -(-v.out[2] // q) * q
         waste = covered / (v.batch * v.out[1] * v.out[2])
         rows = lattice(p, v.stride[1], v.kernel[1], v.dilation[1])[1]
         columns = lattice(q, v.stride[2], v.kernel[2], v.dilation[2])[1]
         x = rows * columns * v.kernel[0] / (p * q)
-        found[n, p, q] = waste * (1 + 0.01 * x * min(v.channels, 64) * v.item / 4 + 4 / config.pixels)
-    return sorted(found, key=lambda tile: (found[tile], tile))[:_PIXEL_TILES]
+        score[config] = waste * (1 + 0.01 * x * min(v.channels, 64) * v.item / 4 + 4 / config.pixels)
+    ordered = sorted(score, key=lambda config: (score[config], config.tile))
+    fitting = (config.tile for config in ordered if shared_bytes(v, config) <= SHARED_BYTES)
+    return list(itertools.islice(fitting, _PIXEL_TILES))
 
 
 # ---- the cost model ------------------------------------------------------------------------------------------------
