@@ -168,16 +168,24 @@ def decide(query: Query) -> Choice | None:
         if (choice := _choice(source(query), query)) is not None:
             break
     if source is not tuning_result and _is_left(query):
-        chosen, because = (XLA, "no source") if choice is None else (choice.candidate, choice.because)
-        # So that frozen mode has it.
-        store.save(Entry.unmeasured(query.key, chosen, because, searches.state.program.digest))
+        _note_left(query, choice)
     return choice
 
 
 def _is_left(query: Query) -> bool:
-    """Whether the query is for a problem that is not worth a measurement and has no entry."""
+    """Whether the query is for a problem that is not worth a measurement."""
     asked = query.final and query.here and not query.options.explicit
-    return asked and query.held is None and query.key in searches.state.program.left
+    return asked and query.key in searches.state.program.left
+
+
+def _note_left(query: Query, choice: Choice | None) -> None:
+    """Stores the choice, so that frozen mode has it, and the program, whose next lowering then asks no model."""
+    program = searches.state.program.digest
+    if query.held is None:
+        chosen, because = (XLA, "no source") if choice is None else (choice.candidate, choice.because)
+        store.save(Entry.unmeasured(query.key, chosen, because, program))
+    elif query.held.entry.is_unmeasured and program not in query.held.entry.left_by:
+        store.save(query.held.entry.also_left_by(program))
 
 
 def _choice(answer: Found | Choice | None, query: Query) -> Choice | None:
@@ -212,7 +220,7 @@ def measured_first(key: Key, options: Options) -> Key | None:
     return None if query.is_settled() else next(iter(to_measure(query)), None)
 
 
-def left_by(key: Key) -> str | None:
-    """The digest of the program that left a problem, whose choice was therefore stored without a measurement."""
+def left_by(key: Key) -> tuple[str, ...]:
+    """The digests of the programs that left a problem, whose choice was therefore stored without a measurement."""
     found = next(iter(store.cached(key)), None)
-    return None if found is None else found.entry.left_by
+    return () if found is None else found.entry.left_by

@@ -17,8 +17,9 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 _logger = logging.getLogger("jax_splitk")
 
 _XLA = XLA.name
-# Keys in an entry's metadata: what chose for a problem that was not worth a measurement, and in which program.
-_CHOSEN_BY, _PROGRAM = "not measured, chosen by", "program"
+# Keys in an entry's metadata: what chose for a problem that was not worth a measurement, and in which programs.
+_CHOSEN_BY, _PROGRAMS = "not measured, chosen by", "programs"
+_MOST_PROGRAMS = 32  # the last ones that are kept
 
 
 class InvalidEntry(ValueError):
@@ -78,7 +79,7 @@ class Entry:
           program: the digest of the program that left the problem (worth.py).
         """
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        metadata = {"date": date, _CHOSEN_BY: because, _PROGRAM: program}
+        metadata = {"date": date, _CHOSEN_BY: because, _PROGRAMS: [program]}
         return Entry.of(key, choice, metadata=metadata, workspace_limit_bytes=0)
 
     @property
@@ -87,9 +88,16 @@ class Entry:
         return _CHOSEN_BY in self.metadata
 
     @property
-    def left_by(self) -> str | None:
-        """The digest of the program that left the problem; None if it was measured."""
-        return self.metadata.get(_PROGRAM)
+    def left_by(self) -> tuple[str, ...]:
+        """The digests of the programs that left the problem; none if it was measured."""
+        found = self.metadata.get(_PROGRAMS)
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def also_left_by(self, program: str) -> "Entry":
+        """The entry, which another program left, too."""
+        programs = [*self.left_by, program][-_MOST_PROGRAMS:]
+        metadata = {**self.metadata, _PROGRAMS: programs}
+        return dataclasses.replace(self, evidence={**self.evidence, "metadata": metadata})
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:

@@ -27,11 +27,11 @@ class Lookups(NamedTuple):
 
     Attributes:
       measured_first: the key that would be measured first for an operation; None if nothing would be measured.
-      left_by: the digest of the program that left a problem; None if none did.
+      left_by: the digests of the programs that left a problem.
     """
 
     measured_first: Callable[[Key, Options], Key | None]
-    left_by: Callable[[Key], str | None]
+    left_by: Callable[[Key], Sequence[str]]
 
 
 class Operation(NamedTuple):
@@ -76,7 +76,7 @@ class Program:
         asked = zip(keys, operations, strict=True)
         measured = [lookups.measured_first(key, operation.options) for key, operation in asked]
         pending = {key: first for key, first in zip(keys, measured, strict=True) if first is not None}
-        if all(self.digest in map(lookups.left_by, of) for of in pending.items()):
+        if all(any(self.digest in lookups.left_by(key) for key in of) for of in pending.items()):
             found = frozenset(pending)
         else:
             found = _left(operations, keys, measured, loss)

@@ -40,7 +40,7 @@ KEYS = {case: key_for(case.problem(), DEFAULT_CUDA) for case in (LARGE, SMALL)}
 
 def left(operations: list[Operation], loss: float = 0.01, measured: Callable[[Key], Key | None] = lambda k: k) -> Any:
     program = Program()
-    found = program.begin(operations, DEFAULT_CUDA, loss, Lookups(lambda key, _: measured(key), lambda _: None))
+    found = program.begin(operations, DEFAULT_CUDA, loss, Lookups(lambda key, _: measured(key), lambda _: ()))
     keys = [key_for(operation.problem, DEFAULT_CUDA) for operation in operations]
     assert found == [None if key in program.left else measured(key) for key in keys]
     return program.left
@@ -101,7 +101,7 @@ def test_problems_that_one_measurement_decides_are_left_together() -> None:
 
 def test_the_latest_program_that_has_a_problem_decides() -> None:
     program = Program()
-    lookups = Lookups(lambda key, _: key, lambda _: None)
+    lookups = Lookups(lambda key, _: key, lambda _: ())
     for cases, left_then in (((LARGE, SMALL), {KEYS[SMALL]}), ((LARGE,), {KEYS[SMALL]}), ((SMALL,), set())):
         program.begin([Operation(c.problem(), Options(), 1) for c in cases], DEFAULT_CUDA, 0.01, lookups)
         assert program.left == left_then
@@ -215,6 +215,27 @@ def test_a_program_that_is_known_asks_no_model(searched: list[Key], monkeypatch:
     monkeypatch.setattr(worth, "_left", lambda *_: pytest.fail("estimates take a second for a hundred problems"))
     lower(LARGE, SMALL)
     assert searched == [KEYS[LARGE]]
+
+
+def test_programs_that_leave_the_same_problem_are_all_known(
+    searched: list[Key], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a training step and an evaluation do."""
+    programs = [(LARGE, SMALL), (LARGE, LARGE, SMALL)]
+    for program in programs:
+        new_session(monkeypatch)
+        lower(*program)
+    monkeypatch.setattr(worth, "_left", lambda *_: pytest.fail("the cache has both programs"))
+    for program in programs:
+        new_session(monkeypatch)
+        lower(*program)
+    assert searched == [KEYS[LARGE]]
+    found = store.lookup(KEYS[SMALL])
+    assert found is not None and len(found.entry.left_by) == 2
+    for i in range(100):
+        store.save(found.entry.also_left_by(f"program {i}"))
+        found = store.lookup(KEYS[SMALL])
+        assert found is not None and found.entry.left_by[-1] == f"program {i}" and len(found.entry.left_by) <= 32
 
 
 def test_another_loss_is_another_program(searched: list[Key], monkeypatch: pytest.MonkeyPatch) -> None:
