@@ -30,16 +30,34 @@ def representatives(key: Key) -> list[Key]:
     return [key_for(problem, key.target) for problem in problems if problem != key.problem]
 
 
-def derived(key: Key, found: Found, workspace_limit: int) -> Found | None:
-    """A representative's decision as one for `key`, without times; None if it does not hold for `key`."""
-    entry = found.entry
+def derived(key: Key, found: Found, workspace_limit: int, stored: Entry | None = None) -> Found | None:
+    """A representative's decision as one for `key`, without times; None if it does not hold for `key`.
+
+    Args:
+      stored: an earlier answer. If it is of the same decision, the cost model need not be asked again.
+    """
+    entry, differing = found.entry, _differing(found.entry.key, key)
+    where = f"{found.where}, {REPRESENTATIVE} {differing}"
+    choice = entry.best(workspace_limit)
+    if stored is not None and (stored.metadata[REPRESENTATIVE], stored.best(workspace_limit)) == (differing, choice):
+        return Found(dataclasses.replace(stored, workspace_limit_bytes=entry.workspace_limit_bytes), where)
     candidate = choice_for(key, entry, workspace_limit)
     if candidate is None:
         return None
-    differing = _differing(entry.key, key)
     evidence = {"predicted": None, "metadata": {REPRESENTATIVE: differing}, "measurements": []}
-    derived_entry = Entry(key, candidate, entry.workspace_limit_bytes, evidence)
-    return Found(derived_entry, f"{found.where}, decision of {differing}")
+    return Found(Entry(key, candidate, entry.workspace_limit_bytes, evidence), where)
+
+
+def is_derived(entry: Entry) -> bool:
+    """Whether an entry is an answer of `derived`. It decides nothing without the representative's."""
+    metadata = entry.evidence.get("metadata")  # as it is in the file: each lowering asks, and parsing takes longer
+    return isinstance(metadata, dict) and REPRESENTATIVE in metadata
+
+
+def to_store(entry: Entry) -> Entry:
+    """An answer of `derived` as an entry of a cache."""
+    differing = entry.metadata[REPRESENTATIVE]
+    return Entry.unmeasured(entry.key, entry.choice, f"{REPRESENTATIVE} {differing}", {REPRESENTATIVE: differing})
 
 
 def to_tune(key: Key, workspace_limit: int) -> list[Key]:

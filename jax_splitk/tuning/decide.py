@@ -167,25 +167,29 @@ def decide(query: Query) -> Choice | None:
     for source in SOURCES:
         if (choice := _choice(source(query), query)) is not None:
             break
-    if source is not tuning_result and _is_left(query):
-        _note_left(query, choice)
+    if query.final and query.here and source is not tuning_result:
+        _store(query, choice)
     return choice
 
 
-def _is_left(query: Query) -> bool:
-    """Whether the query is for a problem that is not worth a measurement."""
-    asked = query.final and query.here and not query.options.explicit
-    return asked and query.key in searches.state.program.left
-
-
-def _note_left(query: Query, choice: Choice | None) -> None:
-    """Stores the choice, so that frozen mode has it, and the program, whose next lowering then asks no model."""
-    program = searches.state.program.digest
-    if query.held is None:
+def _store(query: Query, choice: Choice | None) -> None:
+    """Stores what it takes time to find out again: that a representative's decision holds for a problem; and the choice
+    for a problem that is not worth a measurement, with the program that left it. Frozen mode needs the latter."""
+    program, held = searches.state.program, query.held
+    is_left = query.key in program.left and not query.options.explicit
+    if held is not None:
+        entry = held.entry
+        if buckets.is_derived(entry) and not entry.is_unmeasured:
+            entry = buckets.to_store(entry)
+    elif is_left:
         chosen, because = (XLA, "no source") if choice is None else (choice.candidate, choice.because)
-        store.save(Entry.unmeasured(query.key, chosen, because, program))
-    elif query.held.entry.is_unmeasured and program not in query.held.entry.left_by:
-        store.save(query.held.entry.also_left_by(program))
+        entry = Entry.unmeasured(query.key, chosen, because)
+    else:
+        return
+    if is_left and entry.is_unmeasured and program.digest not in entry.left_by:
+        entry = entry.also_left_by(program.digest)
+    if held is None or entry is not held.entry:
+        store.save(entry)
 
 
 def _choice(answer: Found | Choice | None, query: Query) -> Choice | None:
@@ -198,7 +202,7 @@ def _choice(answer: Found | Choice | None, query: Query) -> Choice | None:
         return None
 
     def times() -> Times:
-        if (entry.is_unmeasured or buckets.REPRESENTATIVE in entry.metadata) and candidate.family is not None:
+        if (entry.is_unmeasured or buckets.is_derived(entry)) and candidate.family is not None:
             seconds = candidate.family.estimate(entry.key.problem, candidate.config, entry.key.target)
             return Times(seconds * 1e6, predicted=True)
         if entry.key != query.key:  # another GPU's times are a prediction here

@@ -17,7 +17,7 @@ from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, wrong_field
 _logger = logging.getLogger("jax_splitk")
 
 _XLA = XLA.name
-# Keys in an entry's metadata: what chose for a problem that was not worth a measurement, and in which programs.
+# Keys in an entry's metadata: what chose for a problem that was not measured, and which programs left it.
 _CHOSEN_BY, _PROGRAMS = "not measured, chosen by", "programs"
 _MOST_PROGRAMS = 32  # the last ones that are kept
 
@@ -72,32 +72,33 @@ class Entry:
         return Entry(key, choice, workspace_limit_bytes, evidence)
 
     @staticmethod
-    def unmeasured(key: Key, choice: Candidate, because: str, program: str) -> "Entry":
-        """The entry of a problem that was not worth a measurement. A search takes its place where there is one.
+    def unmeasured(key: Key, choice: Candidate, because: str, more: Mapping[str, Any] | None = None) -> "Entry":
+        """The entry of a problem that was not measured itself. A search takes its place where there is one.
 
         Args:
-          program: the digest of the program that left the problem (worth.py).
+          because: what chose.
+          more: more metadata.
         """
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        metadata = {"date": date, _CHOSEN_BY: because, _PROGRAMS: [program]}
+        metadata = {"date": date, _CHOSEN_BY: because, **(more or {})}
         return Entry.of(key, choice, metadata=metadata, workspace_limit_bytes=0)
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether the problem was not worth a measurement."""
+        """Whether the problem was not measured itself: it was not worth it, or a representative was measured."""
         return _CHOSEN_BY in self.metadata
 
     @property
     def left_by(self) -> tuple[str, ...]:
-        """The digests of the programs that left the problem; none if it was measured."""
+        """The digests of the programs that left the problem, since it was not worth a measurement (worth.py)."""
         found = self.metadata.get(_PROGRAMS)
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def also_left_by(self, program: str) -> "Entry":
-        """The entry, which another program left, too."""
+        """The entry of a problem that this program left, too."""
         programs = [*self.left_by, program][-_MOST_PROGRAMS:]
         metadata = {**self.metadata, _PROGRAMS: programs}
-        return dataclasses.replace(self, evidence={**self.evidence, "metadata": metadata})
+        return dataclasses.replace(self, workspace_limit_bytes=0, evidence={**self.evidence, "metadata": metadata})
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from jax_splitk.kernels import Family
 from jax_splitk.tuning import buckets, searches, siblings, store
@@ -53,18 +53,23 @@ class Decisions:
     def __call__(self, query: Query) -> Found | None:
         if (own := self.own(query.key, query.limit)) is not None or query.exact:
             return own
+        stored = next((found.entry for found in self._found(query.key) if buckets.is_derived(found.entry)), None)
         for other in buckets.representatives(query.key):
             found = self.own(other, query.limit)
-            if found is not None and (derived := buckets.derived(query.key, found, query.limit)) is not None:
+            if found is not None and (derived := buckets.derived(query.key, found, query.limit, stored)) is not None:
                 return derived
         return None
 
     def own(self, key: Key, workspace_limit: int) -> Found | None:
-        """The first entry for exactly this key that has an answer within the workspace limit."""
-        for found in itertools.chain.from_iterable(place(key) for place in self._places):
-            if found.entry.best(workspace_limit) is not None:
+        """The first entry for exactly this key, and no representative's, that has an answer within the workspace
+        limit."""
+        for found in self._found(key):
+            if found.entry.best(workspace_limit) is not None and not buckets.is_derived(found.entry):
                 return found
         return None
+
+    def _found(self, key: Key) -> Iterator[Found]:
+        return itertools.chain.from_iterable(place(key) for place in self._places)
 
 
 LOCAL = Decisions(searches.unsaved, store.cached, store.shipped)

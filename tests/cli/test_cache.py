@@ -440,7 +440,7 @@ def test_a_choice_that_was_not_worth_a_measurement_is_kept_until_there_is_one(
     cache: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
 ) -> None:
     path = cache / key_of().file
-    assert disk.write(path, Entry.unmeasured(key_of(), B, "the cost model", "a digest").dumps().encode())
+    assert disk.write(path, Entry.unmeasured(key_of(), B, "the cost model").also_left_by("a digest").dumps().encode())
     assert f"not measured: {B}" in text(capsys, "cache", "ls")
     shown = text(capsys, "cache", "show", path)
     assert "not measured, chosen by the cost model" in shown and "searched within" not in shown

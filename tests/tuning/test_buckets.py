@@ -16,13 +16,13 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import buckets, decide, entry, lookup, measurement, model, search, select, tuner
-from jax_splitk.tuning.choice import XLA, Candidate
+from jax_splitk.tuning.choice import XLA, Candidate, Choice
 from jax_splitk.tuning.entry import Entry, Found, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.lookup import Query
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.result import TuningResult
-from tests.tuning_cache import product, put
+from tests.tuning_cache import new_session, product, put
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -291,5 +291,51 @@ def test_on_a_miss_the_representative_is_measured(
     # Who asks for a problem gets its own.
     (decision,) = jax_splitk.explain(jax_splitk.quantized_matmul, x[:5], weight).decisions
     jax_splitk.tune_problems([decision.problem])
-    assert asked[1:] == [(5, None)]
+    ((rows, held),) = asked[1:]
+    assert rows == 5 and held is not None and buckets.is_derived(held)
     assert why().startswith("user cache: ")
+
+
+# ---- what is stored --------------------------------------------------------------------------------------------------
+
+
+def choice_here(key: Key) -> Choice:
+    """The choice of a lowering."""
+    return select.select(key.problem, key.target, Options(), measure=True, final=True)
+
+
+def test_another_process_asks_no_model_for_a_decision_that_holds(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
+    own, other = key_of(32), key_of(27)
+    put(cache, own, decided(own).dumps())
+    first = choice_here(other)
+    assert first.candidate == decided(own).choice and "decision of 32 rows" in first.why
+    new_session(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "best", lambda *_: pytest.fail("the model is asked"))
+        assert (choice_here(other).candidate, choice_here(other).why) == (first.candidate, first.why)
+        assert choice_here(other).times == first.times
+        # Measured again, the representative has the same choice.
+        put(cache, own, decided(own, us=4.0).dumps())
+        assert choice_here(other).candidate == first.candidate
+    # A representative without a decision, or with one that does not hold: the stored answer decides nothing.
+    (cache / own.file).unlink()
+    assert "the cost model" in choice_here(other).why
+    slow = search.ranked(own)[-1]
+    put(cache, own, decided(own, slow).dumps())
+    assert choice_here(other).candidate != first.candidate
+    put(cache, own, decided(own).dumps())
+    assert choice_here(other).why == first.why
+
+
+def test_a_stored_answer_keeps_to_the_callers_limit() -> None:
+    own, other = key_of(32), key_of(27)
+    split = next(c for c in search.ranked(own) if c.workspace_bytes(own.problem) > 0)
+    entry = Entry.of(other, split, metadata={buckets.REPRESENTATIVE: "32 rows"}, workspace_limit_bytes=0)
+    found = Found(decided(own, split), "user cache")
+    held = buckets.derived(other, found, LIMIT, entry)
+    assert held is not None and held.entry.is_searched(LIMIT) and held.entry.choice == split
+    held = buckets.derived(other, found, split.workspace_bytes(other.problem) - 1, entry)
+    assert held is not None and held.entry.choice == decided(own).choice != split
