@@ -50,8 +50,7 @@ def derived(key: Key, found: Found, workspace_limit: int, stored: Entry | None =
 
 def is_derived(entry: Entry) -> bool:
     """Whether an entry is an answer of `derived`. It decides nothing without the representative's."""
-    metadata = entry.evidence.get("metadata")  # as it is in the file: each lowering asks, and parsing takes longer
-    return isinstance(metadata, dict) and REPRESENTATIVE in metadata
+    return REPRESENTATIVE in entry.metadata
 
 
 def to_store(entry: Entry) -> Entry:

@@ -112,25 +112,27 @@ class Entry:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Versions, driver, date and seconds spent. They inform people and decide nothing."""
-        return self._evidence[2]
+        """Versions, driver, date and seconds spent, which inform people and decide nothing; and how a problem that was
+        not measured came to its choice."""
+        found = self.evidence.get("metadata")
+        return found if isinstance(found, dict) else {}
 
     @functools.cached_property
-    def _evidence(self) -> tuple[tuple[Measurement, ...], Candidate | None, dict[str, Any]]:
+    def _evidence(self) -> tuple[tuple[Measurement, ...], Candidate | None]:
         try:
             return self.read_evidence()
         except (InvalidEntry, RecursionError) as error:
             _logger.info("%s: the evidence of an entry is ignored: %s", self.key.problem, error)
-            return (), None, {}
+            return (), None
 
-    def read_evidence(self) -> tuple[tuple[Measurement, ...], Candidate | None, dict[str, Any]]:
-        """(measurements, predicted, metadata); raises InvalidEntry if they cannot be read."""
+    def read_evidence(self) -> tuple[tuple[Measurement, ...], Candidate | None]:
+        """(measurements, predicted); raises InvalidEntry if these or the metadata cannot be read."""
         op = self.key.problem.op
         measurements, predicted, metadata = map(self.evidence.get, ("measurements", "predicted", "metadata"))
         if not isinstance(measurements, list) or not isinstance(metadata, dict):
             raise InvalidEntry("measurements must be a list and metadata an object")
         first = None if predicted is None else candidate_from(op, predicted)
-        return tuple(_measurement_from(op, row) for row in measurements), first, metadata
+        return tuple(_measurement_from(op, row) for row in measurements), first
 
     def us(self, candidate: Candidate | None) -> float | None:
         """The measured microseconds of a candidate."""

@@ -53,8 +53,10 @@ class Decisions:
     def __call__(self, query: Query) -> Found | None:
         if (own := self.own(query.key, query.limit)) is not None or query.exact:
             return own
-        stored = next((found.entry for found in self._found(query.key) if buckets.is_derived(found.entry)), None)
-        for other in buckets.representatives(query.key):
+        others = buckets.representatives(query.key)
+        entries = (found.entry for found in self._found(query.key)) if others else ()
+        stored = next(filter(buckets.is_derived, entries), None)
+        for other in others:
             found = self.own(other, query.limit)
             if found is not None and (derived := buckets.derived(query.key, found, query.limit, stored)) is not None:
                 return derived
