@@ -4,7 +4,6 @@ need no cache."""
 import pathlib
 import socket
 import textwrap
-import time
 from typing import Any
 
 import jax
@@ -77,7 +76,7 @@ def test_a_second_process_lowers_for_cuda_without_measuring_or_compiling(tmp_pat
 # ---- a shared cache ------------------------------------------------------------------------------------------------
 
 TUNE_TWENTY = """
-import json, logging, random, sys, time
+import json, logging, pathlib, random, sys, time
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.tuning import measure, search
@@ -95,7 +94,8 @@ class FakeBench(measure.Bench):
 
 search.Bench = FakeBench
 cases = [Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32") for i in range(20)]
-while time.time() < float(sys.argv[2]):  # all at once
+(waiting := pathlib.Path(sys.argv[2])).joinpath(sys.argv[1]).touch()
+while len(list(waiting.iterdir())) < int(sys.argv[3]):  # all at once
     time.sleep(1e-3)
 result = jax_splitk.tune_problems([case.problem() for case in cases], seconds=0.05, again=True)
 print(json.dumps([len(result), [len(e.measurements) for _, e in result]]))
@@ -106,27 +106,25 @@ print(json.dumps([len(result), [len(e.measurements) for _, e in result]]))
 def test_processes_tune_the_same_problems_into_one_cache(
     count: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Late enough for the last of them to have imported, on two cores.
-    began = time.time()
-    finish(start("import jax_splitk; print(1)"))
-    at = time.time() + 1 + count * (time.time() - began)
-    salts = generator(1).integers(2**31, size=count)
-    outcomes = finish(*(start(TUNE_TWENTY, salt, at, CACHE_DIR=str(tmp_path)) for salt in salts))
+    cache, waiting = tmp_path / "cache", tmp_path / "waiting"
+    waiting.mkdir()
+    salts = generator(1).choice(2**31, count, replace=False)
+    outcomes = finish(*(start(TUNE_TWENTY, salt, waiting, count, CACHE_DIR=str(cache)) for salt in salts))
     assert [(found[0], err) for found, err in outcomes] == [(20, "")] * count
-    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
-    files = list(store.files(tmp_path))
+    monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(cache))
+    files = list(store.files(cache))
     assert len(files) == 20
     for i in range(20):
         problem = Case("x", 2 + i, 9, 8, 6, 10, (3, 2), dtype="float32").problem()
         key = key_for(problem, CPU)
-        entry = entries.loads((tmp_path / key.file).read_bytes(), key)
+        entry = entries.loads((cache / key.file).read_bytes(), key)
         assert store.lookup(key) == (entry, "user cache")
         candidates = [m.candidate for m in entry.measurements]
         assert len(candidates) == len(set(candidates))
         assert {XLA, entry.choice, entry.predicted} <= set(candidates)
         # At least the measurements of the last writer.
         assert len(candidates) >= min(counts[i] for (_, counts), _ in outcomes)
-    assert list(tmp_path.rglob(".tmp-*")) == []
+    assert list(cache.rglob(".tmp-*")) == []
     assert caplog.records == []
 
 
@@ -208,12 +206,13 @@ print(json.dumps({"entries": check(), "cubins": len(list((root / "cubin").glob("
 """
 
 
+@pytest.mark.parametrize("salt", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_writers_killed_at_random_points_leave_no_damage(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    salt: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 of 100 writers of entries and 100 writers of cubins: each file that remains is complete, or a temporary
+    """kill -9 of 60 writers of entries and 60 writers of cubins: each file that remains is complete, or a temporary
     file."""
-    ((found, _),) = finish(start(KILLED_WRITERS, SEED % 2**31, 100, CACHE_DIR=str(tmp_path)), seconds=240)
+    ((found, _),) = finish(start(KILLED_WRITERS, (SEED + salt) % 2**31, 60, CACHE_DIR=str(tmp_path)), seconds=240)
     assert found["warned"] == []
     assert (found["entries"], found["cubins"]) == (5, 5)
     # Some were caught in the middle of writing, or the test would show nothing.
@@ -285,20 +284,65 @@ def decided(folder: pathlib.Path, config: wgrad_host.Config | None, batch: int =
 ONE, TWO = wgrad_host.Config(3, 64), wgrad_host.Config(5, 96)
 
 
-def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Path) -> None:
-    """The caches have different decisions, only one has any, or one says XLA; each problem is in two programs."""
-    caches = [tmp_path / "zero", tmp_path / "one"]
-    decided(caches[0], ONE, 4), decided(caches[1], TWO, 4)
-    decided(caches[0], ONE, 5)
-    decided(caches[1], TWO, 6)
-    decided(caches[0], None, 7), decided(caches[1], TWO, 7)
-    body = """
-    for batch in (4, 5, 6, 7, 8):
-        out.append(lower(batch))
-    for batch in (4, 5, 6, 7, 8):
-        out.append(lower(batch, 1))
-    """
-    (zero, zero_log), (one, _) = (found for found, _ in job(body, tmp_path, caches))
+# A process with JAX takes a second to start, so one job serves three tests, with batches of their own.
+DIFFERENT_CACHES = """
+lowered = [lower(batch, *shift) for shift in ((), (1,)) for batch in (4, 5, 6, 7, 8)]
+
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+split, parted = NamedSharding(mesh, PartitionSpec("data")), []
+for batch in (14, 16, 17):
+    case = Case("tiny", 2 * batch, 9, 8, 6, 10, (3, 2), dtype="float32")
+    fn = jax.jit(lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments()))
+    whole = [jnp.full(shape, 1.0) for shape in (case.lhs_shape, case.g_shape)]
+    parts = [jax.make_array_from_callback(x.shape, split, lambda index, x=x: x[index]) for x in whole]
+    text = fn.lower(*parts).compile().as_text()
+    parted.append((text, float(fn(*parts).addressable_data(0).sum()), float(fn(*whole).sum())))
+
+from jax_splitk.runtime import plan
+from jax_splitk.runtime.compiler import CompilationError
+from jax_splitk.runtime.toolchain import CompilerUnavailable
+build, asked = plan.CustomCall.custom_call, []
+
+def failing(error):
+    def custom_call(self):
+        asked.append(1)
+        if process == 1:
+            raise error
+        return build(self)
+    return custom_call
+
+plan.CustomCall.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
+failed = [lower(24), lower(24, 1)]
+plan.CustomCall.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
+failed.append(lower(25))
+plan.CustomCall.custom_call = build
+failed += [lower(26), lower(24, 1, 2)]
+out = {"lowered": lowered, "parted": parted, "failed": failed}
+"""
+
+
+@pytest.fixture(scope="module")
+def with_different_caches(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """(what it made, its messages) of each of two processes: the caches have different decisions, only one has any, or
+    one says XLA."""
+    folder = tmp_path_factory.mktemp("caches")
+    caches = [folder / "zero", folder / "one"]
+    for batch in (4, 14):
+        decided(caches[0], ONE, batch), decided(caches[1], TWO, batch)
+    for batch in (5, 24):
+        decided(caches[0], ONE, batch)
+    for batch in (6, 16):
+        decided(caches[1], TWO, batch)
+    for batch in (7, 17):
+        decided(caches[0], None, batch), decided(caches[1], TWO, batch)
+    return [found for found, _ in job(DIFFERENT_CACHES, folder, caches)]
+
+
+def test_two_processes_with_different_caches_lower_the_same(with_different_caches: list[Any]) -> None:
+    """Each problem is in two programs."""
+    (zero, zero_log), (one, _) = with_different_caches
+    zero, one = zero["lowered"], one["lowered"]
     assert zero == one
     both = [configs(text) for text in zero]
     assert both[:5] == both[5:]
@@ -308,25 +352,10 @@ def test_two_processes_with_different_caches_lower_the_same(tmp_path: pathlib.Pa
     assert any("not tuned" in line for line in zero_log)
 
 
-def test_two_processes_with_different_caches_compile_the_same_parts(tmp_path: pathlib.Path) -> None:
+def test_two_processes_with_different_caches_compile_the_same_parts(with_different_caches: list[Any]) -> None:
     """The processes choose while XLA compiles one partitioned program, and its result is right."""
-    caches = [tmp_path / "zero", tmp_path / "one"]
-    decided(caches[0], ONE, 4), decided(caches[1], TWO, 4)
-    decided(caches[1], TWO, 6)
-    decided(caches[0], None, 7), decided(caches[1], TWO, 7)
-    body = """
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    for batch in (4, 6, 7):
-        case = Case("tiny", 2 * batch, 9, 8, 6, 10, (3, 2), dtype="float32")
-        fn = jax.jit(lambda x, g: jax_splitk.conv_wgrad(x, g, case.rhs_shape, **case.lax_arguments()))
-        whole = [jnp.full(shape, 1.0) for shape in (case.lhs_shape, case.g_shape)]
-        parts = [jax.make_array_from_callback(x.shape, split, lambda index, x=x: x[index]) for x in whole]
-        text = fn.lower(*parts).compile().as_text()
-        out.append((text, float(fn(*parts).addressable_data(0).sum()), float(fn(*whole).sum())))
-    """
-    (zero, _), (one, _) = (found for found, _ in job(body, tmp_path, caches))
+    (zero, _), (one, _) = with_different_caches
+    zero, one = zero["parted"], one["parted"]
     for (text, total, expected), (other_text, other_total, _) in zip(zero, one, strict=True):
         assert configs(text) == configs(other_text)
         assert total == other_total == expected
@@ -375,31 +404,10 @@ def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
         assert any("the cost model's best" in line for line in log)
 
 
-def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib.Path) -> None:
+def test_what_one_process_cannot_compile_is_left_to_xla_in_all(with_different_caches: list[Any]) -> None:
     """This holds also when it is lowered again. Kernels that all can compile are used."""
-    body = """
-    from jax_splitk.runtime import plan
-    from jax_splitk.runtime.compiler import CompilationError
-    from jax_splitk.runtime.toolchain import CompilerUnavailable
-    build, asked = plan.CustomCall.custom_call, []
-
-    def failing(error):
-        def custom_call(self):
-            asked.append(1)
-            if process == 1:
-                raise error
-            return build(self)
-        return custom_call
-
-    plan.CustomCall.custom_call = failing(CompilationError("wgrad.cu does not compile with A=1:\\nand why"))
-    out += [lower(4), lower(4, 1)]
-    plan.CustomCall.custom_call = failing(CompilerUnavailable("nvidia-cuda-nvrtc 13 is not installed"))
-    out.append(lower(5))
-    plan.CustomCall.custom_call = build
-    out += [lower(6), lower(4, 1, 2)]
-    """
-    caches = [decided(tmp_path / "zero", ONE), tmp_path / "one"]
-    ((zero, zero_log), _), ((one, one_log), _) = job(body, tmp_path, caches)
+    (zero, zero_log), (one, one_log) = with_different_caches
+    zero, one = zero["failed"], one["failed"]
     assert zero == one
     assert [len(configs(text)) for text in zero] == [0, 0, 0, 1, 0]
     for log, where in ((zero_log, "process 1: "), (one_log, "")):
@@ -407,7 +415,7 @@ def test_what_one_process_cannot_compile_is_left_to_xla_in_all(tmp_path: pathlib
         assert ("and why" in first) is (where == "")
         missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
         (second,) = [line for line in log if missing in line and "XLA instead" in line]
-        assert "lhs 5x9x8x6" in second
+        assert "lhs 25x9x8x6" in second
 
 
 # ---- how long they wait -------------------------------------------------------------------------------------------
