@@ -168,7 +168,7 @@ def integers(case: Case, largest: int, seed: int) -> np.ndarray:
 
 
 def normal(case: Case) -> jax.Array:
-    return jax.random.normal(jax.random.key(SEED % 2**31), case.problem.x_shape).astype(case.x_dtype)
+    return on_device(random(0).standard_normal(case.problem.x_shape), case.x_dtype)
 
 
 def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[QuantizedArray, np.ndarray]:

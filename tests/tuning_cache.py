@@ -38,7 +38,7 @@ from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.result import TuningResult
-from tests.problems import random_case
+from tests.problems import on_device, random_case
 
 CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
@@ -81,13 +81,13 @@ def new_session(monkeypatch: pytest.MonkeyPatch) -> None:
 def operands(rng: np.random.Generator, case: Case = CASE) -> tuple[jax.Array, jax.Array, np.ndarray]:
     """(lhs, g, the weight gradient), of small integers, so that every order of summation gives the same."""
     shapes = (case.lhs_shape, case.g_shape)
-    lhs, g = (jnp.asarray(rng.integers(-3, 4, shape), jnp.dtype(case.dtype)) for shape in shapes)
+    lhs, g = (on_device(rng.integers(-3, 4, shape), case.dtype) for shape in shapes)
     return lhs, g, lax_wgrad(lhs, g, case)
 
 
 def lax_wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE) -> np.ndarray:
     forward = lambda w: jax.lax.conv_general_dilated(lhs, w, **case.lax_arguments())  # noqa: E731
-    return np.asarray(jax.vjp(forward, jnp.zeros(case.rhs_shape, lhs.dtype))[1](g)[0])
+    return np.asarray(jax.vjp(forward, on_device(np.zeros(case.rhs_shape), lhs.dtype))[1](g)[0])
 
 
 def wgrad(lhs: jax.Array, g: jax.Array, case: Case = CASE, **options: Any) -> jax.Array:

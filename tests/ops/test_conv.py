@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these ar
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_problem_has_the_operands_shapes(name: str) -> None:
     conv = GEOMETRIES[name]
-    jaxpr = jax.make_jaxpr(conv.wgrad)(jnp.zeros(conv.lhs_shape), jnp.zeros(conv.g_shape))
+    jaxpr = jax.make_jaxpr(conv.wgrad)(np.zeros(conv.lhs_shape, np.float32), np.zeros(conv.g_shape, np.float32))
     ((eqn, problem),) = trace.ours(jaxpr.jaxpr, "cpu")
     specs: Any = call_of(eqn).convolution.dimension_numbers
     problem.validate()

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from tests.problems import generator
+from tests.problems import generator, on_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -342,7 +342,7 @@ def causal(layer: Function, **more: Any) -> Function:
 
 def test_gradients_keep_explicit_shardings() -> None:
     rng = generator(2)
-    kernel, inputs = (jnp.asarray(rng.integers(-2, 3, s), jnp.float32) for s in ((3, 1, 16), (64, 32, 1)))
+    kernel, inputs = (on_device(rng.integers(-2, 3, s), jnp.float32) for s in ((3, 1, 16), (64, 32, 1)))
     expected = jax.grad(lambda *xs: causal(lax.conv_general_dilated)(*xs).sum(), (0, 1))(kernel, inputs)
     with explicit(4):
         placed = jax.device_put(kernel, P()), jax.device_put(inputs, P("x"))
@@ -355,7 +355,7 @@ def test_gradients_keep_explicit_shardings() -> None:
 
 def test_vmap_of_an_explicitly_sharded_axis() -> None:
     rng = generator(3)
-    kernel, inputs = (jnp.asarray(rng.integers(-2, 3, s), jnp.float32) for s in ((3, 1, 16), (64, 16, 32, 1)))
+    kernel, inputs = (on_device(rng.integers(-2, 3, s), jnp.float32) for s in ((3, 1, 16), (64, 16, 32, 1)))
     expected = jax.vmap(causal(lax.conv_general_dilated), (None, 0), 1)(kernel, inputs)
     with explicit(2, 2):
         model = causal(jax_splitk.conv_general_dilated, out_sharding=P(None, None, None))

@@ -16,7 +16,7 @@ from jax_splitk.problems import dot_reference, random_operands
 from jax_splitk.problems.dot_general import DotProblem
 from tests import dots
 from tests.exhaustive import crossed
-from tests.problems import SEED
+from tests.problems import SEED, on_device
 
 NONE = ((), ())
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 def normals(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(SEED)
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    return [on_device(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def activation_of(name: str) -> str | None:
@@ -112,7 +112,7 @@ def test_vmap_of_every_operand(over: str) -> None:
     def theirs(x: jax.Array, y: jax.Array, bias: jax.Array, residual: jax.Array) -> jax.Array:
         return jax.nn.relu(jnp.einsum("pbmk,bkn->bpmn", x, y) + bias) + residual
 
-    plain = [jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in shapes]
+    plain = [on_device(rng.integers(-3, 4, shape), jnp.float32) for shape in shapes]
     np.testing.assert_array_equal(ours(*plain), theirs(*plain))
     for axes in itertools.product((None, 0), (None, -1), (None, 0), (None, 1)):
         if set(axes) == {None}:
@@ -155,7 +155,7 @@ def test_explain_shows_what_a_kernel_takes_with_the_product() -> None:
 
 def test_on_the_cpu_the_product_has_a_kernel_and_xla_the_rest() -> None:
     rng = np.random.default_rng(SEED)
-    x, g, bias = (jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in ((512, 24), (512, 16), (24, 1)))
+    x, g, bias = (on_device(rng.integers(-3, 4, shape), jnp.float32) for shape in ((512, 24), (512, 16), (24, 1)))
 
     def layer(x: jax.Array, g: jax.Array, bias: jax.Array) -> jax.Array:
         after = {"bias": bias, "activation": "relu"}
@@ -175,7 +175,7 @@ def test_a_divided_reduction_is_summed_before_the_epilogue(kind: AxisType) -> No
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
     rng = np.random.default_rng(SEED)
     shapes = ((64, 32), (64, 16), (16,), (32, 16))
-    plain = [jnp.asarray(rng.integers(-3, 4, shape), jnp.float32) for shape in shapes]
+    plain = [on_device(rng.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
     def layer(x: jax.Array, g: jax.Array, bias: jax.Array, residual: jax.Array) -> jax.Array:
         after = {"bias": bias, "activation": "relu", "residual": residual}

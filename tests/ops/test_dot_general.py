@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk.problems import dot_layout
-from tests.problems import SEED
+from tests.problems import SEED, on_device
 
 NONE = ((), ())
 # (lhs shape, rhs shape, dimension numbers): every major, several batch and contracting dimensions, in any order.
@@ -90,7 +90,7 @@ def test_neighbouring_dimensions_are_not_transposed() -> None:
 
 def test_weights_keep_their_dtype_where_arithmetic_is_narrower() -> None:
     rng = np.random.default_rng(SEED)
-    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((64, 32), (96, 64)))
+    w, x = (on_device(rng.normal(size=shape), jnp.float32) for shape in ((64, 32), (96, 64)))
 
     def loss(w: jax.Array) -> jax.Array:
         y = jax_splitk.matmul(x.astype(jnp.bfloat16), w, compute_dtype=jnp.bfloat16, preferred_element_type=jnp.float32)
@@ -122,7 +122,7 @@ def test_what_kernels_do_not_take_is_laxs() -> None:
 def test_e4m3_as_lax() -> None:
     """Its cotangents are products in bfloat16, which holds e4m3 exactly, and are rounded once."""
     rng = np.random.default_rng(SEED)
-    x, y = (jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn) for shape in ((64, 32), (48, 32)))
+    x, y = (on_device(rng.normal(size=shape), jnp.float8_e4m3fn) for shape in ((64, 32), (48, 32)))
     numbers = (((1,), (1,)), NONE)
 
     def ours(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -130,7 +130,7 @@ def test_e4m3_as_lax() -> None:
 
     exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64).T
     np.testing.assert_array_equal(ours(x, y), exact.astype(np.float32).astype(jnp.bfloat16))
-    cotangent = jnp.asarray(rng.normal(size=exact.shape), jnp.bfloat16)
+    cotangent = on_device(rng.normal(size=exact.shape), jnp.bfloat16)
     for got, wanted in zip(
         jax.vjp(ours, x, y)[1](cotangent),
         (

@@ -17,7 +17,7 @@ from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.contraction import few_rows
 from jax_splitk.ops.decision import Decision
 from jax_splitk.problems.dot_general import DotProblem
-from tests.problems import seeded
+from tests.problems import on_device, seeded
 
 LAYERS, WIDTH = 3, 1024
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -126,8 +126,8 @@ def test_products_outside_of_scans_stay_laxs() -> None:
 
 def test_results_and_gradients_on_a_cpu_are_laxs_bit_for_bit() -> None:
     with seeded(3) as rng:
-        x = jnp.asarray(rng.standard_normal((4, WIDTH)), jnp.bfloat16)
-        stack = jnp.asarray(rng.standard_normal((LAYERS, WIDTH, WIDTH)) / 32, jnp.bfloat16)
+        x = on_device(rng.standard_normal((4, WIDTH)), jnp.bfloat16)
+        stack = on_device(rng.standard_normal((LAYERS, WIDTH, WIDTH)) / 32, jnp.bfloat16)
 
     def loss(x: jax.Array, stack: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(scanned(PRODUCTS["matmul"], x, stack).astype(jnp.float32)))

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.quantized import dequantize, prepack, quantize, unpack
-from tests.problems import seeded
+from tests.problems import on_device, seeded
 
 NUMBERS = (((2,), (0,)), ((), ()))
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
@@ -31,8 +31,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 def test_products_take_quantized_weights(name: str) -> None:
     call = CALLS[name]
     with seeded(0) as rng:
-        q = quantize(jnp.asarray(rng.standard_normal((64, 32)), jnp.float32), "int4", group_size=32)
-        x = jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.float32)
+        q = quantize(on_device(rng.standard_normal((64, 32)), jnp.float32), "int4", group_size=32)
+        x = on_device(rng.standard_normal((2, 3, 64)), jnp.float32)
         expected = call(x, dequantize(q))
         for w in (prepack(q), q, jax_splitk.PermutedWeight(q, jnp.arange(64))):
             if isinstance(w, jax_splitk.PermutedWeight) and name.split(",", maxsplit=1)[0] not in ("dot", "matmul"):
@@ -54,7 +54,7 @@ def test_matmul_takes_a_stack_of_weights() -> None:
         w = prepack(
             quantize(jnp.asarray(rng.standard_normal((3, 64, 32))), "int4", group_size=32, axis=1), axis=1, stack=1
         )
-        x = jnp.asarray(rng.standard_normal((3, 2, 64)), jnp.float32)
+        x = on_device(rng.standard_normal((3, 2, 64)), jnp.float32)
         with jax_splitk.intercept():
             y = jnp.matmul(x, w)
         np.testing.assert_allclose(y, jnp.matmul(x, dequantize(unpack(w))), rtol=1e-4, atol=1e-4)

@@ -28,7 +28,7 @@ from jax_splitk.runtime.plan import HOST_WGRAD_TARGET, TARGETS
 from jax_splitk.tuning import certainty, watch
 from tests.convolutions import Conv
 from tests.exhaustive import crossed
-from tests.problems import generator
+from tests.problems import generator, on_device
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths"),
@@ -239,9 +239,7 @@ def step(layer: Callable[..., jax.Array], ws: list[jax.Array], x: jax.Array) -> 
 
 def weights() -> list[jax.Array]:
     rng = generator(76)
-    return [
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) / 8 for shape in [(3, 2, 8, 8)] * 2 + [(2, 3, 2, 8, 8)]
-    ]
+    return [on_device(rng.standard_normal(shape), jnp.float32) / 8 for shape in [(3, 2, 8, 8)] * 2 + [(2, 3, 2, 8, 8)]]
 
 
 @pytest.mark.parametrize(("kind", "x_spec", "w_specs", "local"), crossed(KINDS, [
@@ -255,7 +253,7 @@ def test_training_steps_equal_those_of_one_device(kind: str, x_spec: Any, w_spec
     if kind == "explicit" and any(w_specs):
         pytest.skip("explicit axes want an out_sharding of each convolution: the next test")
     conv = Conv((6, 5), (3, 2), 8, (8, 8))
-    ws, x = weights(), jnp.asarray(generator(77).standard_normal(conv.lhs_shape), jnp.float32)
+    ws, x = weights(), on_device(generator(77).standard_normal(conv.lhs_shape), jnp.float32)
     expected, value = jax.jit(functools.partial(step, conv.lax))(ws, x)
     with partitioned(kind) as put:
         args = ([put(w, *spec) for w, spec in zip(ws, w_specs, strict=True)], put(x, *x_spec))
@@ -275,7 +273,7 @@ def test_training_steps_equal_those_of_one_device(kind: str, x_spec: Any, w_spec
 def test_tensor_parallel_layers_with_explicit_axes() -> None:
     """Column parallel, then row parallel."""
     conv = Conv((6, 5), (3, 2), 8, (8, 8))
-    (first, second, _), x = weights(), jnp.asarray(generator(77).standard_normal(conv.lhs_shape), jnp.float32)
+    (first, second, _), x = weights(), on_device(generator(77).standard_normal(conv.lhs_shape), jnp.float32)
     wide, narrow = P("data", None, None, "model"), P("data")
 
     def loss(layer: Callable[..., jax.Array], specs: Any, ws: Any, x: jax.Array) -> jax.Array:
@@ -443,12 +441,12 @@ def test_a_pass_in_doubt_is_measured_as_a_devices_part(monkeypatch: pytest.Monke
 
 
 def packed(k: int = 512, features: int = 512, group: int | None = 64, **options: Any) -> PackedWeight:
-    values = jnp.asarray(generator(85).integers(-7, 8, (k, features)), jnp.float32)
+    values = on_device(generator(85).integers(-7, 8, (k, features)), jnp.float32)
     return prepack(quantize(values, "int4", group_size=group, **options))
 
 
 def rows(n: int = 8, k: int = 512) -> jax.Array:
-    return jnp.asarray(generator(86).integers(-3, 4, (n, k)), jnp.bfloat16)
+    return on_device(generator(86).integers(-3, 4, (n, k)), jnp.bfloat16)
 
 
 wide = functools.partial(quantized_matmul, preferred_element_type="float32")
@@ -519,8 +517,8 @@ def test_quantized_product_with_an_epilogue(kind: str, gated: bool, by_row: bool
     is computed once, from the sum."""
     name: Any = "swiglu" if gated else "gelu"
     weight, x, features = packed(), rows() / 32, 256 if gated else 512
-    bias = jnp.asarray(generator(87).integers(-3, 4, (2, 256) if gated else (512,)), jnp.float32)
-    residual = jnp.asarray(generator(88).integers(-3, 4, (8, features)), jnp.bfloat16)
+    bias = on_device(generator(87).integers(-3, 4, (2, 256) if gated else (512,)), jnp.float32)
+    residual = on_device(generator(88).integers(-3, 4, (8, features)), jnp.bfloat16)
 
     def f(x: jax.Array, w: PackedWeight, bias: jax.Array, residual: jax.Array) -> jax.Array:
         given: Any = JoinedWeight(w) if gated else w

@@ -44,7 +44,7 @@ K, FEATURES = 96, 80
 
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(SEED % 2**31 + seed), shape).astype(dtype)
+    return on_device(generator(430 + seed).standard_normal(shape), dtype)
 
 
 def weight(features: int = FEATURES, seed: int = 5, qtype: Any = "int4", group: int = 32) -> QuantizedArray:

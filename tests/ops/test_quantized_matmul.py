@@ -18,7 +18,7 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.exhaustive import crossed, thinned
 from tests.formats import CASES, GROUPS, Foreign, every_code
-from tests.problems import ones
+from tests.problems import on_device, ones
 
 FORMS: dict[str, Callable[[QuantizedArray], Any]] = {"plain": lambda q: q, "packed": prepack}
 FORMATS = [(*case, *group) for case in CASES for group in GROUPS]
@@ -26,7 +26,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 
 def normals(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def relative(out: Any, exact: np.ndarray) -> float:
@@ -57,7 +57,7 @@ DTYPES = itertools.product(FORMS, (*FLOATS, "float8_e4m3fn"), (None, *FLOATS))
 @pytest.mark.parametrize(("form", "x_dtype", "out_dtype"), thinned(DTYPES, 3))
 def test_dtypes(form: str, x_dtype: str, out_dtype: str | None) -> None:
     q, values = every_code("int4", 192, 37, 64, "own")
-    x = normals(1, 6, 192).astype(x_dtype)
+    x = normals(1, 6, 192, dtype=x_dtype)
     out = quantized_matmul(x, FORMS[form](q), preferred_element_type=out_dtype)
     natural = "bfloat16" if x_dtype == "float8_e4m3fn" else x_dtype
     assert (out.shape, out.dtype) == ((6, 37), out_dtype or natural)
@@ -122,7 +122,7 @@ def test_leading_dimensions(leading: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("form", "k", "features"), crossed(list(FORMS), [(1, 1), (33, 65), (100, 3), (129, 200)]))
 def test_odd_shapes(form: str, k: int, features: int) -> None:
     q, values = every_code("int4", k, features, k)
-    x = jax.random.randint(jax.random.key(5), (3, k), -4, 5).astype(jnp.bfloat16)
+    x = on_device(np.random.default_rng(5).integers(-4, 5, (3, k)), jnp.bfloat16)
     out = quantized_matmul(x, FORMS[form](q), preferred_element_type=jnp.float32)
     np.testing.assert_allclose(out, np.asarray(x, np.float64) @ values, rtol=1e-6, atol=1e-4)
 

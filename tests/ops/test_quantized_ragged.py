@@ -37,12 +37,12 @@ FORMATS = ("int4", "uint4", "int8", "float8_e4m3fn", "float4_e2m1fn", "nf4")
 
 
 def stack(qtype: str = "int4", group: int | None = 32, **options: Any) -> QuantizedArray:
-    values = jnp.asarray(generator(470).standard_normal((GROUPS, K, N)), jnp.float32)
+    values = on_device(generator(470).standard_normal((GROUPS, K, N)), jnp.float32)
     return quantize(values, qtype, group_size=group, axis=1, **options)
 
 
 def tokens(dtype: str = "float32", m: int = M) -> jax.Array:
-    return jnp.asarray(generator(471).standard_normal((m, K)), dtype)
+    return on_device(generator(471).standard_normal((m, K)), dtype)
 
 
 def exactly(x: Any, q: QuantizedArray, sizes: Any = SIZES, first: int = 0) -> np.ndarray:
@@ -146,7 +146,7 @@ def test_compute_dtype_rounds_the_rows() -> None:
 def test_qwix_arrays() -> None:
     """qwix's QArray, and the leaf of its post-training quantization."""
     qwix = pytest.importorskip("qwix")
-    values = jnp.asarray(generator(470).standard_normal((GROUPS, K, N)), jnp.float32)
+    values = on_device(generator(470).standard_normal((GROUPS, K, N)), jnp.float32)
     array = qwix.quantize(values, qtype=jnp.int4, channelwise_axes=(0, 2), tiled_axes={1: 32})
     out = ragged_dot(tokens(), array, SIZES)
     expected = lax.ragged_dot(tokens(), qwix.dequantize(array), SIZES, precision="highest")
@@ -234,7 +234,7 @@ def test_gradients(zeros: bool) -> None:
 def test_gradient_of_narrow_rows(dtype: str) -> None:
     """The gradient has the rows' dtype, zeros for rows of no group, and is that of the dequantized weight."""
     q, x = stack(), tokens(dtype)
-    g = jnp.asarray(generator(473).standard_normal((M, N)), "bfloat16" if dtype == "float8_e4m3fn" else dtype)
+    g = on_device(generator(473).standard_normal((M, N)), "bfloat16" if dtype == "float8_e4m3fn" else dtype)
     (dx,) = jax.jit(lambda x: jax.vjp(lambda x: ragged_dot(x, prepack(q, stack=1), SIZES), x)[1](g))(x)
     transposed = dataclasses.replace(q, qvalue=q.qvalue.swapaxes(1, 2), scale=q.scale.swapaxes(1, 2))
     assert dx.dtype == x.dtype
@@ -288,7 +288,7 @@ def test_vmap() -> None:
 
 def test_scan_over_layers() -> None:
     """Stacks [layers, experts, k, n] are indexed by a scan."""
-    values = jnp.asarray(generator(474).standard_normal((3, GROUPS, K, K)), jnp.float32) / 16
+    values = on_device(generator(474).standard_normal((3, GROUPS, K, K)), jnp.float32) / 16
     q = quantize(values, "int4", group_size=32, axis=2)
     w = prepack(q, axis=2, stack=2)
 
@@ -394,7 +394,7 @@ GROUPS_OF_8 = np.array([3, 0, 20, 1, 9, 2, 17, 3], np.int32)
 
 
 def eight(n: int = 256, k: int = 512) -> PackedWeight:
-    values = jnp.asarray(generator(475).integers(-7, 8, (8, k, n)), jnp.float32)
+    values = on_device(generator(475).integers(-7, 8, (8, k, n)), jnp.float32)
     return prepack(quantize(values, "int4", group_size=64, axis=1), stack=1)
 
 
@@ -411,7 +411,7 @@ def placed(put: Callable[..., Any], w: PackedWeight, *spec: Any) -> PackedWeight
     ((None, "model"), (None, None, "model"), "64x128x256 8 groups", ONE_SUM),
 ]))  # fmt: skip
 def test_divided_among_devices(kind: str, x_spec: Any, w_spec: Any, local: str, exchanged: Any) -> None:
-    w, x = eight(), jnp.asarray(generator(476).integers(-2, 3, (64, 512)), jnp.bfloat16)
+    w, x = eight(), on_device(generator(476).integers(-2, 3, (64, 512)), jnp.bfloat16)
     product = functools.partial(ragged_dot, preferred_element_type="float32")
     expected = jax.jit(product)(x, w, GROUPS_OF_8)
     with partitioned(kind) as put:
@@ -427,7 +427,7 @@ def test_divided_among_devices(kind: str, x_spec: Any, w_spec: Any, local: str, 
 @several
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_among_devices(kind: str) -> None:
-    w, x = eight(), jnp.asarray(generator(477).integers(-2, 3, (64, 512)), jnp.float32)
+    w, x = eight(), on_device(generator(477).integers(-2, 3, (64, 512)), jnp.float32)
     loss = lambda x, w, s: jnp.sum(ragged_dot(x, w, s) ** 2)  # noqa: E731
     expected = jax.jit(jax.grad(loss))(x, w, GROUPS_OF_8)
     with partitioned(kind) as put:
@@ -439,7 +439,7 @@ def test_gradients_among_devices(kind: str) -> None:
 def test_experts_of_each_device_in_shard_map() -> None:
     """Expert parallelism by hand: each device has two of the experts, and the tokens and sizes of all."""
     mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
-    w, x = eight(), jnp.asarray(generator(478).integers(-2, 3, (64, 512)), jnp.float32)
+    w, x = eight(), on_device(generator(478).integers(-2, 3, (64, 512)), jnp.float32)
 
     def layer(x: jax.Array, w: PackedWeight, sizes: jax.Array) -> jax.Array:
         offset = 2 * lax.axis_index("expert")[None]
@@ -471,9 +471,9 @@ def test_a_layer_of_mxfp4_experts_is_that_of_its_dequantized_weights(tmp_path: p
     packed = {name: jax_splitk.load_checkpoint(tmp_path / name, pack=True)["experts"] for name in files}
     assert all(isinstance(w, PackedWeight) and w.stack == (experts_count,) for w in packed.values())
     dense = {name: jnp.asarray(written.expected) for name, written in files.items()}
-    x = jnp.asarray(rng.standard_normal((9, width)), jnp.bfloat16)
-    scores = jnp.asarray(rng.standard_normal((9, experts_count)), jnp.float32)
-    bias = {name: jnp.asarray(rng.standard_normal(w.shape[::2]), jnp.bfloat16) for name, w in dense.items()}
+    x = on_device(rng.standard_normal((9, width)), jnp.bfloat16)
+    scores = on_device(rng.standard_normal((9, experts_count)), jnp.float32)
+    bias = {name: on_device(rng.standard_normal(w.shape[::2]), jnp.bfloat16) for name, w in dense.items()}
 
     def layer(x: jax.Array, weights: dict[str, Any]) -> jax.Array:
         weight, expert = lax.top_k(jax.nn.softmax(scores), chosen)

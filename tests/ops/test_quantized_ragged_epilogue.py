@@ -25,7 +25,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import buckets, key
 from tests import experts, products, ragged_dots
 from tests.ops.test_partitioning import KINDS, ONE_SUM, compiled, partitioned
-from tests.problems import generator, together
+from tests.problems import generator, on_device, together
 from tests.products import Case, error
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
@@ -36,7 +36,7 @@ PLAIN = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
 
 
 def stack(seed: int = 0, n: int = N, groups: int = GROUPS) -> QuantizedArray:
-    values = jnp.asarray(generator(490 + seed).standard_normal((groups, K, n)), jnp.float32) / 8
+    values = on_device(generator(490 + seed).standard_normal((groups, K, n)), jnp.float32) / 8
     return quantize(values, "int4", group_size=32, axis=1)
 
 
@@ -49,7 +49,7 @@ def joined() -> JoinedWeight:
 
 
 def normal(*shape: int, dtype: Any = "float32", seed: int = 0) -> jax.Array:
-    return jnp.asarray(generator(495 + seed).standard_normal(shape), dtype)
+    return on_device(generator(495 + seed).standard_normal(shape), dtype)
 
 
 def in_float64(case: Case, x: Any, weights: Any, bias: Any, rows: list[slice]) -> np.ndarray:
@@ -288,9 +288,9 @@ def test_errors() -> None:
 def test_divided_among_devices(kind: str, x_spec: Any, w_spec: Any, local: str, exchanged: Any) -> None:
     """Each device has its experts' biases, and its columns'. If k is divided, the epilogue is computed once, from the
     sum, with the biases of all experts."""
-    values = jnp.asarray(generator(475).integers(-7, 8, (8, 512, 256)), jnp.float32)
+    values = on_device(generator(475).integers(-7, 8, (8, 512, 256)), jnp.float32)
     q = quantize(values, "int4", group_size=64, axis=1)
-    w, x = packed(q), jnp.asarray(generator(476).integers(-2, 3, (64, 512)), jnp.bfloat16) / 64
+    w, x = packed(q), on_device(generator(476).integers(-2, 3, (64, 512)), jnp.bfloat16) / 64
     sizes, bias = np.array([3, 0, 20, 1, 9, 2, 17, 3], np.int32), normal(8, 2, 128)
 
     def layer(x: jax.Array, w: PackedWeight, sizes: jax.Array, bias: jax.Array) -> jax.Array:
@@ -314,7 +314,7 @@ def test_a_layer_of_gpt_oss_is_the_same_with_the_epilogues() -> None:
     """gate_up_proj as the checkpoint has it, gate and linear columns in turns, with its bias [experts, 2 * hidden]."""
     width, hidden = 64, 96
     rng = generator(480)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    draw = lambda *shape: on_device(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
 
     def of_experts(k: int, n: int) -> PackedWeight:
         q = quantize(draw(GROUPS, k, n) / 8, "float4_e2m1fn", group_size=32, axis=1, scale_dtype="float8_e8m0fnu")

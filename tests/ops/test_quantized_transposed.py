@@ -23,17 +23,17 @@ from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.quantized import PackedWeight
 from jax_splitk.runtime.plan import LAUNCH_TARGET as LAUNCH
 from tests.formats import every_code
+from tests.problems import on_device
 
 OP = "quantized_matmul_transposed"
 
 
 def weight(k: int = 256, features: int = 384, qtype: str = "int4", dtype: Any = jnp.bfloat16, seed: int = 0) -> Any:
-    w = jax.random.normal(jax.random.key(seed), (k, features), dtype)
-    return prepack(quantize(w, qtype, group_size=64))
+    return prepack(quantize(normal(k, features, dtype=dtype, seed=seed), qtype, group_size=64))
 
 
 def normal(*shape: int, dtype: Any = jnp.bfloat16, seed: int = 1) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def values(w: PackedWeight) -> jax.Array:

@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
-from tests.problems import generator, seeded
+from tests.problems import generator, on_device, seeded
 from tests.ragged_dots import exactly, group_rows
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
@@ -209,8 +209,8 @@ def test_float64() -> None:
 def test_gradients_have_their_operands_dtypes() -> None:
     """float32 weights, bfloat16 arithmetic and a float32 gradient, which is not rounded to bfloat16."""
     rng, sizes = generator(408), jnp.array([300, 0, 212])
-    lhs = jnp.asarray(rng.normal(size=(512, 8)), jnp.bfloat16)
-    rhs, ct = jnp.asarray(rng.normal(size=(3, 8, 8)), jnp.float32), jnp.asarray(rng.normal(size=(512, 8)), jnp.bfloat16)
+    lhs = on_device(rng.normal(size=(512, 8)), jnp.bfloat16)
+    rhs, ct = on_device(rng.normal(size=(3, 8, 8)), jnp.float32), on_device(rng.normal(size=(512, 8)), jnp.bfloat16)
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax_splitk.ragged_dot(x, w, sizes, None, jnp.bfloat16, compute_dtype=jnp.bfloat16)

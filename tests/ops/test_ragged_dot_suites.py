@@ -14,7 +14,7 @@ from jax import lax
 from jax import numpy as jnp
 
 import jax_splitk
-from tests.problems import generator
+from tests.problems import generator, on_device, ones
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -40,7 +40,7 @@ _WRONG = [
 @pytest.mark.parametrize("i", range(len(_WRONG)))
 @pytest.mark.parametrize("offset", [False, True])
 def test_dimensions_are_refused_in_laxs_words(i: int, offset: bool) -> None:
-    lhs, rhs, sizes = jnp.ones(_WRONG[i][0]), jnp.ones(_WRONG[i][1]), jnp.ones(_WRONG[i][2], jnp.int32)
+    lhs, rhs, sizes = ones(_WRONG[i][0]), ones(_WRONG[i][1]), ones(_WRONG[i][2], jnp.int32)
     with pytest.raises(TypeError) as theirs:
         lax.ragged_dot_general(lhs, rhs, sizes, _WRONG[i][3])
     with pytest.raises(TypeError) as ours:
@@ -57,13 +57,13 @@ def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def _operands(seed: int, m: int, k: int, n: int, groups: int, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
     rng = generator(seed)
-    x, w = (jnp.asarray(rng.integers(-2, 3, shape), dtype) for shape in ((m, k), (groups, k, n)))
+    x, w = (on_device(rng.integers(-2, 3, shape), dtype) for shape in ((m, k), (groups, k, n)))
     return x, w
 
 
 def test_every_pattern_of_empty_groups() -> None:
     x, w = _operands(480, 64, 8, 4, 8)
-    sizes = jnp.asarray(generator(481).integers(0, 8, 8), jnp.int32)
+    sizes = on_device(generator(481).integers(0, 8, 8), jnp.int32)
     patterns = jnp.unpackbits(jnp.arange(256, dtype=jnp.uint8)[:, None], axis=1) * sizes
     ours, theirs = (jax.jit(jax.vmap(f, (None, None, 0)))(x, w, patterns) for f in (jax_splitk.ragged_dot, _dense))
     np.testing.assert_array_equal(ours, theirs)

@@ -27,7 +27,7 @@ from tests.every_kernel import ragged_config
 from tests.exhaustive import crossed
 from tests.kernels.ragged.test_ragged import family_of
 from tests.kernels.wgrad.test_gather import truncated_sum
-from tests.problems import seeded
+from tests.problems import on_device, seeded
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -289,7 +289,7 @@ SIZES = jnp.array([20, 0, 33, 9])
 
 
 def _operands(rng: np.random.Generator, k: int = 40) -> list[jax.Array]:
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((70, k), (4, k, 24))]
+    return [on_device(rng.standard_normal(shape), jnp.float32) for shape in ((70, k), (4, k, 24))]
 
 
 @pytest.mark.usefixtures("only_16_bits")

@@ -28,13 +28,13 @@ from tests.formats import (
     rounded_once,
     table,
 )
-from tests.problems import ones
+from tests.problems import on_device, ones
 
 FORMS = [(name, True) for name in BITS if name != "uint4"] + [(name, False) for name in INTEGERS]
 
 
 def normals(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), "float32")
 
 
 def steps(name: str) -> np.ndarray:

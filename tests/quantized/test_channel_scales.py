@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_splitk
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.formats import E8M0, every_code
+from tests.problems import on_device
 
 E4M3 = "float8_e4m3fn"
 
@@ -51,7 +52,7 @@ def test_packing_and_its_inverse(scale_dtype: str) -> None:
     same(unpack(packed), q)
     one = dataclasses.replace(q, channel_scale=jnp.full((1, 1), 0.25))
     np.testing.assert_array_equal(values(prepack(one)), values(one))
-    x = jnp.asarray(np.random.default_rng(1).integers(-3, 4, (5, 96)), jnp.bfloat16)
+    x = on_device(np.random.default_rng(1).integers(-3, 4, (5, 96)), jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ values(q).astype(np.float64)
     for w in (q, packed, packed.with_shards((1, 4))):
         np.testing.assert_allclose(x.astype(jnp.float32) @ w, exact, rtol=1e-6, atol=1e-4)
@@ -106,7 +107,7 @@ def test_shardings_divide_channel_scales_with_features() -> None:
 @pytest.mark.parametrize("scale_dtype", [E4M3, E8M0])
 def test_products_over_devices_gather_no_weight(scale_dtype: str, spec: Any) -> None:
     q = weight(k=256, features=256, scale_dtype=scale_dtype)
-    packed, x = prepack(q), jnp.asarray(np.random.default_rng(2).integers(-2, 3, (5, 256)), jnp.bfloat16)
+    packed, x = prepack(q), on_device(np.random.default_rng(2).integers(-2, 3, (5, 256)), jnp.bfloat16)
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     placed = jax.device_put(packed, jax_splitk.shardings(packed, NamedSharding(mesh, spec)))
     alone = NamedSharding(mesh, P())

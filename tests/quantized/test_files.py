@@ -33,7 +33,7 @@ from jax_splitk import (
 )
 from jax_splitk.layers.qwix import PackedQArray
 from jax_splitk.quantized.array import Weight
-from tests.problems import generator
+from tests.problems import generator, on_device
 
 # orbax drops coroutines that it has not awaited where a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[Callable[[Any, pathlib.Path], Any], Callable[..., Any]]] 
 
 
 def values(*shape: int) -> jax.Array:
-    return jnp.asarray(generator(141).normal(size=shape), jnp.float32)
+    return on_device(generator(141).normal(size=shape), jnp.float32)
 
 
 def weights() -> Any:

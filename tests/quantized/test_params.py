@@ -10,7 +10,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.quantized import PackedWeight
-from tests.problems import seeded
+from tests.problems import on_device, seeded
 from tests.training import fallen
 
 Rule = jax_splitk.QuantizationRule
@@ -18,7 +18,7 @@ Rule = jax_splitk.QuantizationRule
 
 def params(rng: np.random.Generator) -> Any:
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return on_device(rng.standard_normal(shape), jnp.float32)
 
     layer = {
         "query": {"kernel": normal(3, 64, 2, 32), "bias": normal(3, 2, 32)},
@@ -138,7 +138,7 @@ def test_parameters_that_are_no_float_arrays_are_refused() -> None:
 
 
 def adapted(rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    normal = lambda *shape: on_device(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     q = jax_splitk.quantize(normal(64, 32), "uint4", group_size=32, symmetric=False)
     tree = {
         "kernel": jax_splitk.prepack(q),

@@ -13,7 +13,7 @@ import jax_splitk
 from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
 from jax_splitk.quantized.matrix import from_matrix, group_tile, to_matrix
 from tests.exhaustive import thinned
-from tests.problems import seeded
+from tests.problems import on_device, seeded
 
 # Shape of a weight, the axes that a product contracts, the group size, and how many leading axes count weights.
 KERNELS = [
@@ -31,7 +31,7 @@ KERNELS = [
 
 def weight(shape: tuple[int, ...], axes: tuple[int, ...], group: int | None, seed: int = 0) -> QuantizedArray:
     with seeded(seed) as rng:
-        w = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        w = on_device(rng.standard_normal(shape), jnp.float32)
         return quantize(w, "uint4", group_size=group, axis=axes, symmetric=False, scale_dtype=jnp.bfloat16)
 
 
@@ -45,7 +45,7 @@ def test_groups_are_runs_of_the_contracted_axes(
 ) -> None:
     q = weight(shape, axes, group)
     with seeded(0) as rng:
-        values = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        values = on_device(rng.standard_normal(shape), jnp.float32)
     for at in np.ndindex(*shape[:stack]):
         own = tuple(axis - stack for axis in axes)
         matrix = quantize(
@@ -78,9 +78,9 @@ def test_products_contract_these_axes(
     q = weight(shape, axes, group)
     w = prepack(q, axis=axes, stack=stack)
     with seeded(1) as rng:
-        x = jnp.asarray(rng.integers(-2, 3, (*shape[:stack], 2, 3, *[shape[i] for i in axes])), jnp.float32)
+        x = on_device(rng.integers(-2, 3, (*shape[:stack], 2, 3, *[shape[i] for i in axes])), jnp.float32)
         kept = [n for i, n in enumerate(shape) if i not in axes]
-        bias = jnp.asarray(rng.standard_normal(kept), jnp.float32)
+        bias = on_device(rng.standard_normal(kept), jnp.float32)
     letters = "abcdefgh"[: len(shape)]
     rows = "".join([*letters[:stack], "yz", *[letters[i] for i in axes]])
     out = "".join(
@@ -214,8 +214,8 @@ def test_groups_that_no_kernel_has_are_repeated() -> None:
 def test_scales_that_heads_share_are_repeated() -> None:
     """qwix tiles the last contracted axis alone, so that all heads share a scale."""
     with seeded(3) as rng:
-        qvalue = jnp.asarray(rng.integers(-8, 8, (4, 64, 40)), jnp.int4)
-        q = QuantizedArray(qvalue, jnp.asarray(rng.uniform(1, 2, (1, 2, 40)), jnp.float32))
+        qvalue = on_device(rng.integers(-8, 8, (4, 64, 40)), jnp.int4)
+        q = QuantizedArray(qvalue, on_device(rng.uniform(1, 2, (1, 2, 40)), jnp.float32))
     w = prepack(q, axis=(0, 1))
     assert (w.group_size, w.matrix) == (32, (256, 40))
     np.testing.assert_array_equal(dequantize(unpack(w)), dequantize(q))
