@@ -41,6 +41,7 @@ def test_a_mixture_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^loss [\d.]+ -> [\d.]+, apart from lax's by [\d.]+e-\d\d$", shown, re.MULTILINE), shown
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 def test_checkpoints_of_every_format(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It exits with an error where packed weights choose another token than dequantized ones, or lose too much."""

@@ -10,7 +10,7 @@ from tests.grouped import DEPTHWISE
 from tests.problems import seeded
 
 
-@pytest.mark.parametrize("case", thinned([*DEPTHWISE[::4], *cases.SMALL_CASES[:10:2]], 4, lambda case: case.name))
+@pytest.mark.parametrize("case", thinned([*DEPTHWISE[::4], *cases.SMALL_CASES[:10:2]], 8, lambda case: case.name))
 def test_parts_of_a_batch_are_the_whole(case: cases.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     p = case.problem()
     with seeded(61) as rng:

@@ -10,7 +10,10 @@ from benchmarks import conv, conv_cases, conv_epilogues
 from jax_splitk import kernels
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 
 def test_every_case_is_served_on_hopper() -> None:

@@ -26,6 +26,8 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.search import ranked
 
+pytestmark = pytest.mark.exhaustive
+
 CPU = Target("cpu", "cpu", "", 4)
 NOISE = 0.02
 

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import decode
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_a_report(tmp_path: pathlib.Path, capsys: Any) -> None:
     path = tmp_path / "decode.json"

@@ -18,7 +18,10 @@ from jax_splitk.tuning import once, profile, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import key_for
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 
 def test_cases_are_the_sixteen() -> None:

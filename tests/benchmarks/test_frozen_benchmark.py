@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import frozen
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_a_step_runs_from_what_was_exported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert frozen.main(["mlp_256", "--tiny", "--json", str(tmp_path / "found.json")]) == 0

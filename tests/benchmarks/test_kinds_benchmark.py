@@ -10,6 +10,8 @@ from benchmarks import conv, kinds
 from jax_splitk import kernels
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
+pytestmark = pytest.mark.exhaustive
+
 # Passes of which XLA computes some.
 UNSERVED = {("narrow-groups", "wgrad")}
 

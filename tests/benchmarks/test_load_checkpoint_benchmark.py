@@ -10,6 +10,8 @@ import pytest
 import jax_splitk
 from benchmarks import load_checkpoint
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.parametrize("form", list(load_checkpoint.FORMATS))
 def test_a_small_model_is_written_and_read(form: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,10 @@ from benchmarks import first_run, lowering
 from jax_splitk.runtime import compiler
 from jax_splitk.tuning import device
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,10 @@ from benchmarks.models.passes import FORWARD, INPUT, OTHER, PRODUCT, WEIGHT, Lau
 from jax_splitk.ops.equations import walk
 from jax_splitk.tuning import watch
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 QUICK = "audio_encoder"
 SAME = ("resnet50_b256", "resnet50_b32", "diffusion_unet", "mlp_4096")  # code that another model has, when it is tiny

@@ -11,6 +11,7 @@ from benchmarks import partitioned
 from benchmarks.models.resnet import Net, initial
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
     pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices"),
 ]

@@ -14,6 +14,8 @@ from benchmarks import plot
 from benchmarks.conv_cases import GROUPS
 from benchmarks.headline import GROUP_TITLES
 
+pytestmark = pytest.mark.exhaustive
+
 REPORT = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "wgrad_h200.json"
 
 

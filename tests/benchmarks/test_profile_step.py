@@ -16,6 +16,8 @@ from benchmarks import plot, profile_step, timeline
 from benchmarks.models.passes import FORWARD, INPUT, WEIGHT, Launch
 from benchmarks.profile_step import INT4, XLA
 
+pytestmark = pytest.mark.exhaustive
+
 PROGRAM = """
   %wgrad_im2col.3 = (f32[3,3,64,64]{3,2,1,0}, u8[64]{0}) custom-call(%a), custom_call_target="jax_splitk_launch_v2", \
 metadata={op_name="jit(step)/transpose(jvp(dense))/jax_splitk.conv_wgrad/wgrad_im2col" stack_frame_id=3}

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import qlora
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_a_report(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(qlora, "WIDTH", 128)

@@ -17,7 +17,10 @@ from benchmarks import quantized, quantized_products
 from benchmarks.quantized_cases import ROWS, WEIGHTS, Case, crossover, select
 from jax_splitk.kernels.cpu import quantized as host
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 
 def test_cases() -> None:

@@ -12,7 +12,10 @@ from benchmarks.quantized_experts import CASES
 from jax_splitk.kernels.quantized import experts
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 
 def test_cases_have_a_kernel() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import language_models, quantized_models
 
+pytestmark = pytest.mark.exhaustive
+
 pytest.importorskip("qwix")
 
 

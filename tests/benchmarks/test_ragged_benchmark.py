@@ -12,7 +12,10 @@ from benchmarks import grouped_chart, plot, ragged, ragged_cases
 from benchmarks.ragged_cases import CASES, SIZES, Case
 from jax_splitk.kernels.cpu import ragged as host
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
+]
 
 LAYER = "16384x2048x1408x64"
 

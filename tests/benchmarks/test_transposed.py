@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import transposed
 
+pytestmark = pytest.mark.exhaustive
+
 US = {"contiguous_format": 4.0, "channels_last_3d": 2.0}
 
 

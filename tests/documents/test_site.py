@@ -62,6 +62,7 @@ def dead(page: Page, path: pathlib.Path, pages: dict[pathlib.Path, Page]) -> lis
     return found
 
 
+@pytest.mark.exhaustive
 def test_no_link_is_dead(site: pathlib.Path) -> None:
     # A server shows 404.html in place of any address, so its links begin at the server's root.
     paths = [path for path in site.rglob("*.html") if path.name != "404.html"]

@@ -39,6 +39,7 @@ from jax_splitk.runtime.source import source_files
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import cubin, every_kernel, experts, formats, products, ptx, random_problems
 from tests.every_kernel import Run
+from tests.exhaustive import thinned
 from tests.kernels.dot.test_dot_tma import random_problem as random_dot
 from tests.problems import conv
 
@@ -501,8 +502,12 @@ def test_epilogues_do_not_spill() -> None:
     check_all([Run(tma.FAMILY, dataclasses.replace(small, activation=a), config) for a, config in configs.items()])
 
 
-def test_epilogues_of_convolutions_do_not_spill() -> None:
-    check_all([run for run in every_kernel.conv_epilogue_runs() if run.family in (conv_gather.FPROP, grouped.FPROP)])
+GATHERED = [run for run in every_kernel.conv_epilogue_runs() if run.family in (conv_gather.FPROP, grouped.FPROP)]
+
+
+@pytest.mark.parametrize("run", thinned(GATHERED, 4))
+def test_epilogues_of_convolutions_do_not_spill(run: Run) -> None:
+    check_all([run])
 
 
 def test_two_blocks_of_two_consumers_do_not_spill() -> None:

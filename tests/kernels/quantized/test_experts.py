@@ -66,7 +66,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("config", "sizes"), thinned(itertools.product(CONFIGS, SIZES), 3))
+@pytest.mark.parametrize(("config", "sizes"), thinned(itertools.product(CONFIGS, SIZES), 7))
 def test_group_sizes(config: str, sizes: str) -> None:
     for seed in range(2):
         check(PLAIN, CONFIGS[config], seed, SIZES[sizes])

@@ -21,6 +21,7 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
+from tests.exhaustive import thinned
 from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
 from tests.problems import conv
 
@@ -46,13 +47,13 @@ split_families = pytest.mark.parametrize(
 )
 
 
-def served(family: Family, thinned: int = 1) -> list[ConvWgradProblem]:
+def served(family: Family, every: int = 1) -> list[ConvWgradProblem]:
     """Problems that a family serves: of the suite, small and odd ones, with 16-bit and float32 results."""
-    every = (*cases.WGRAD_CASES, *cases.SMALL_CASES, *NETWORKS, *DEPTHWISE, *GROUPED.values())
-    every = (*every, *(dataclasses.replace(case, dtype="float32") for case in every[::2]))
-    found = [case.problem(out_dtype) for case in every for out_dtype in ("bfloat16", "float32")]
+    all_cases = (*cases.WGRAD_CASES, *cases.SMALL_CASES, *NETWORKS, *DEPTHWISE, *GROUPED.values())
+    all_cases = (*all_cases, *(dataclasses.replace(case, dtype="float32") for case in all_cases[::2]))
+    found = [case.problem(out_dtype) for case in all_cases for out_dtype in ("bfloat16", "float32")]
     found = [p for p in (*OTHERS, *found) if family.refusal(p) is None]
-    return found[::thinned]
+    return found[::every]
 
 
 def suite(family: Family, tag: str = "") -> list[Case]:
@@ -65,10 +66,11 @@ def best_seconds(family: Family, p: ConvWgradProblem, target: Target = DEFAULT_C
     return min(family.estimate(p, config, target) for config in family.candidates(p, target))
 
 
+@pytest.mark.parametrize("part", thinned(range(3), 3))
 @by_family
-def test_candidates_are_legal_unique_and_few(family: Family) -> None:
-    # Candidates of the gathering family take a tenth of a second for each problem.
-    for p in served(family, thinned=8 if family is gather.FAMILY else 2):
+def test_candidates_are_legal_unique_and_few(family: Family, part: int) -> None:
+    # Candidates of the gathering family take a fortieth of a second for each problem.
+    for p in served(family, every=8 if family is gather.FAMILY else 2)[part::3]:
         configs = family.candidates(p, DEFAULT_CUDA)
         assert 1 <= len(set(configs)) == len(configs) <= 60, p
         for config in configs:
@@ -152,7 +154,7 @@ def test_long_sums_of_chains_are_cut() -> None:
 
 @split_families
 def test_workspace_is_one_float_for_each_result_and_split(family: SplitFamily) -> None:
-    for p in served(family, thinned=12):
+    for p in served(family, every=12):
         config = next(c for c in family.candidates(p, DEFAULT_CUDA) if not getattr(c, "whole_tiles", 0))
         single, three = (family.with_splits(p, config, splits) for splits in (1, 3))
         assert family.workspace_bytes(p, single) == 0

@@ -91,6 +91,7 @@ def order_of(steps: int) -> list[tuple[int, int, int]]:
     return [(step, *parts) for step in range(steps) for parts in SMALL] + [(step, 0, 0) for step in range(steps)]
 
 
+@pytest.mark.exhaustive
 def test_chains_keep_float32s_accuracy() -> None:
     """There are 25088 pixels in 44 splits, where XLA's float32 has an error of 2.3e-7 on an H200."""
     before = [(step, *parts) for step in range(2) for parts in ((0, 0), *reversed(SMALL))]
