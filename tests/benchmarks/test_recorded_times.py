@@ -75,6 +75,7 @@ def test_every_operation_has_a_bound() -> None:
 LEFT = 0.02  # share of the tables' rows in which our kernels are faster than XLA
 
 
+@pytest.mark.exhaustive
 def test_few_problems_that_ours_win_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Choices without tuning and without the tables."""
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "off")

@@ -34,7 +34,7 @@ def test_exact_on_integers_in_any_order_of_threads(run: Run) -> None:
         emulated.check(run.family, run.problem, run.config, seed)
 
 
-@pytest.mark.parametrize("family", FIRST, ids=str)
+@pytest.mark.parametrize("family", thinned(FIRST, 2))
 def test_every_activation_is_accurate(family: Any) -> None:
     """Results of 16 bits are as far from the exact ones as rounding, and each part may come alone."""
     p, config = FIRST[family].problem.convolution, FIRST[family].config
