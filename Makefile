@@ -22,7 +22,7 @@ demo-quantized: $(VENV)/demo
 	@echo "== examples/serve_checkpoint.py: checkpoints of seven 4- and 8-bit formats are read and generate text"
 	@$(BIN)/python examples/serve_checkpoint.py
 
-# Every promise, on the cases that differ the most. What else there is, and more machine code: test-all.
+# Every promise, on the cases that differ the most. The other cases, more machine code and the benchmarks: test-all.
 test: $(VENV)/installed
 	$(PYTEST) -m "not exhaustive"
 

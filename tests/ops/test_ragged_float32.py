@@ -148,8 +148,7 @@ def test_integers_of_24_bits_times_powers_of_two_are_exact() -> None:
 BOUNDS = {"default": 8e-6, "high": 8e-6, "highest": 1e-6}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "precision"), crossed([*PROBLEMS], PRECISIONS))
 def test_errors(name: str, precision: str) -> None:
     """At HIGHEST the error is at most twice that of XLA's float32 product, or a rounding of a short sum."""
     p = dataclasses.replace(PROBLEMS[name], precision=precision, out_dtype="float32")

@@ -68,7 +68,7 @@ def test_every_transformation_of_each_transformation(operation: Operation, inner
 # ---- Taylor coefficients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", thinned(OPERATIONS, 2))
 def test_taylor_coefficients(name: str) -> None:
     operation, rng = OPERATIONS[name], generator(62)
     draw = lambda shape: jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)  # noqa: E731

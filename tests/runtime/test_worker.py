@@ -28,7 +28,7 @@ if len(open(starts).read().split()) > 20:
 exec(os.environ["TEST_SETTING"])
 logging.basicConfig()
 from jax_splitk.runtime import compiler, worker
-worker._ANSWER_SECONDS = 2.0
+worker._ANSWER_SECONDS = 1.0
 compiler.Source.text = lambda source, *, with_lines=False: 'extern "C" __global__ void tiny(int* x) { *x = VALUE; }'
 sources = [compiler.Source("tiny.cu", (("VALUE", value),)) for value in range(3)]
 begun = time.monotonic()
@@ -102,7 +102,7 @@ def test_what_does_not_answer_is_started_once(script: str, tmp_path: pathlib.Pat
     seconds, starts, log = program(tmp_path, "", script, "python3")
     assert starts == 1
     assert seconds < 30
-    assert "is no Python that runs a script (no answer from it within 2 seconds)" in log
+    assert "is no Python that runs a script (no answer from it within 1 seconds)" in log
     assert log.count("kernels are compiled in this process") == 1, log
     assert time.monotonic() - begun < 60, "what was started is ended, too"
 

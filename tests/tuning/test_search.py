@@ -198,7 +198,7 @@ def hanging(self, contestant):
         threading.Event().wait()
     return warm(self, contestant)
 measure.Bench._warm = hanging
-search.STUCK_SECONDS = 5
+search.STUCK_SECONDS = 3
 ((_, entry),) = jax_splitk.tune_problems([TINY.problem()], seconds=0.05)
 assert entry.choice == XLA, entry
 assert [m.candidate for m in entry.measurements if m.error] == [bad]
@@ -207,7 +207,7 @@ print('"decided"')
 """
     ((done, log),) = finish(start(script, CACHE_DIR=str(cache)))
     assert done == "decided"
-    assert "did not come back within 5 s" in log
+    assert "did not come back within 3 s" in log
 
 
 def test_a_failed_search_leaves_the_decision_to_the_cost_model(

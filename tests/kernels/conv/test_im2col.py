@@ -17,6 +17,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import emulator, float64, tf32
+from tests.exhaustive import crossed
 from tests.kernels import emulated
 from tests.kernels.conv.tried import BOTH, IM2COL
 from tests.problems import conv_of, seeded
@@ -287,8 +288,7 @@ def test_taps_of_a_filter_row_share_pixels(
     assert most < 3 or wide.startswith(f"tile 128x256 of {most} taps in a stage; accepted: 2 stages that fit")
 
 
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize(("size", "kernel", "channels", "config", "changes"), [
+LONG_ROWS = [
     ((40,), (95,), 96, Config(256, 64, 3, taps=5), {"padding": 47, "groups": 2}),
     ((40,), (95,), 96, Config(64, 256, 2, taps=4, swap=True, workers=2), {"padding": 47, "groups": 2, "batch": 3}),
     ((40,), (128,), 96, Config(192, 64, 2, taps=8, workers=2), {"padding": ((64, 63),), "groups": 2, "batch": 3}),
@@ -296,7 +296,10 @@ def test_taps_of_a_filter_row_share_pixels(
     ((6, 20), (1, 11), 64, Config(64, 128, 3, taps=4, swap=True, workers=2), {"padding": ((0, 0), (5, 5))}),
     ((6, 20), (2, 11), 40, Config(128, 64, 3, taps=3), {"padding": ((1, 0), (9, 4)), "rhs_dilation": (1, 2)}),
     ((2, 3, 9), (2, 2, 7), 72, Config(64, 64, 3, taps=4), {"padding": 2, "batch": 1}),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "kernel", "channels", "config", "changes", "kind"), crossed(LONG_ROWS, BOTH))
 def test_a_stage_has_a_part_of_a_long_filter_row(
     kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: int, config: Config, changes: Any
 ) -> None:
