@@ -365,6 +365,20 @@ def test_two_processes_with_different_caches_compile_the_same_parts(with_differe
     assert configs(zero[2][0]) == []
 
 
+def test_what_one_process_cannot_compile_is_left_to_xla_in_all(with_different_caches: list[Any]) -> None:
+    """This holds also when it is lowered again. Kernels that all can compile are used."""
+    (zero, zero_log), (one, one_log) = with_different_caches
+    zero, one = zero["failed"], one["failed"]
+    assert zero == one
+    assert [len(configs(text)) for text in zero] == [0, 0, 0, 1, 0]
+    for log, where in ((zero_log, "process 1: "), (one_log, "")):
+        (first,) = [line for line in log if f"XLA instead of wgrad_host {ONE}: {where}wgrad_host: wgrad.cu" in line]
+        assert ("and why" in first) is (where == "")
+        missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
+        (second,) = [line for line in log if missing in line and "XLA instead" in line]
+        assert "lhs 25x9x8x6" in second
+
+
 def test_process_0_measures_for_all(tmp_path: pathlib.Path) -> None:
     body = """
     from jax_splitk.tuning import search
@@ -402,20 +416,6 @@ def test_without_agreement_no_cache_decides(tmp_path: pathlib.Path) -> None:
     for (_, log), _ in outcomes:
         assert any("the processes did not agree" in line and "no cache is asked" in line for line in log)
         assert any("the cost model's best" in line for line in log)
-
-
-def test_what_one_process_cannot_compile_is_left_to_xla_in_all(with_different_caches: list[Any]) -> None:
-    """This holds also when it is lowered again. Kernels that all can compile are used."""
-    (zero, zero_log), (one, one_log) = with_different_caches
-    zero, one = zero["failed"], one["failed"]
-    assert zero == one
-    assert [len(configs(text)) for text in zero] == [0, 0, 0, 1, 0]
-    for log, where in ((zero_log, "process 1: "), (one_log, "")):
-        (first,) = [line for line in log if f"XLA instead of wgrad_host {ONE}: {where}wgrad_host: wgrad.cu" in line]
-        assert ("and why" in first) is (where == "")
-        missing = f": {where}wgrad_host: nvidia-cuda-nvrtc 13 is not installed"
-        (second,) = [line for line in log if missing in line and "XLA instead" in line]
-        assert "lhs 25x9x8x6" in second
 
 
 # ---- how long they wait -------------------------------------------------------------------------------------------
