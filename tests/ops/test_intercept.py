@@ -28,7 +28,16 @@ NAMES = (
     "ragged_dot",
     "ragged_dot_general",
 )
-STOCK = {name: getattr(lax, name) for name in NAMES}
+
+
+def present() -> dict[str, Any]:
+    """What a block replaces, as it is now."""
+    operator = vars(type(jax.typeof(0)))["_matmul"]
+    assert isinstance(operator, staticmethod), "traced arrays pass themselves as the first argument"
+    return {name: getattr(lax, name) for name in (*NAMES, "scan")} | {"x @ w": operator.__func__}
+
+
+STOCK = present()
 X, W = (on_device(generator(455).standard_normal(shape), "float32") for shape in ((4, 6, 6, 8), (3, 3, 8, 8)))
 
 
@@ -43,7 +52,7 @@ def ours(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def stock() -> bool:
-    return all(getattr(lax, name) is STOCK[name] for name in NAMES)
+    return present() == STOCK
 
 
 @pytest.fixture(autouse=True)
