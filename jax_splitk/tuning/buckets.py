@@ -44,8 +44,8 @@ def derived(key: Key, found: Found, workspace_limit: int, stored: Entry | None =
     candidate = choice_for(key, entry, workspace_limit)
     if candidate is None:
         return None
-    evidence = {"predicted": None, "metadata": {REPRESENTATIVE: differing}, "measurements": []}
-    return Found(Entry(key, candidate, entry.workspace_limit_bytes, evidence), where)
+    limit, metadata = entry.workspace_limit_bytes, {REPRESENTATIVE: differing}
+    return Found(Entry.of(key, candidate, metadata=metadata, workspace_limit_bytes=limit), where)
 
 
 def is_derived(entry: Entry) -> bool:

@@ -175,12 +175,10 @@ def decide(query: Query) -> Choice | None:
 def _store(query: Query, choice: Choice | None) -> None:
     """Stores what it takes time to find out again: that a representative's decision holds for a problem; and the choice
     for a problem that is not worth a measurement, with the program that left it. Frozen mode needs the latter."""
-    program, held = searches.state.program, query.held
+    program, old = searches.state.program, None if query.held is None else query.held.entry
     is_left = query.key in program.left and not query.options.explicit
-    if held is not None:
-        entry = held.entry
-        if buckets.is_derived(entry) and not entry.is_unmeasured:
-            entry = buckets.to_store(entry)
+    if old is not None:
+        entry = buckets.to_store(old) if buckets.is_derived(old) and not old.is_unmeasured else old
     elif is_left:
         chosen, because = (XLA, "no source") if choice is None else (choice.candidate, choice.because)
         entry = Entry.unmeasured(query.key, chosen, because)
@@ -188,7 +186,7 @@ def _store(query: Query, choice: Choice | None) -> None:
         return
     if is_left and entry.is_unmeasured and program.digest not in entry.left_by:
         entry = entry.also_left_by(program.digest)
-    if held is None or entry is not held.entry:
+    if entry is not old:
         store.save(entry)
 
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from jax_splitk.kernels import Family
 from jax_splitk.tuning import buckets, searches, siblings, store
-from jax_splitk.tuning.entry import Found
+from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.options import Options
 
@@ -51,27 +51,29 @@ class Decisions:
         self._places = places
 
     def __call__(self, query: Query) -> Found | None:
-        if (own := self.own(query.key, query.limit)) is not None or query.exact:
+        own, stored = self._entries(query.key, query.limit)
+        if own is not None or query.exact:
             return own
-        others = buckets.representatives(query.key)
-        entries = (found.entry for found in self._found(query.key)) if others else ()
-        stored = next(filter(buckets.is_derived, entries), None)
-        for other in others:
+        for other in buckets.representatives(query.key):
             found = self.own(other, query.limit)
             if found is not None and (derived := buckets.derived(query.key, found, query.limit, stored)) is not None:
                 return derived
         return None
 
     def own(self, key: Key, workspace_limit: int) -> Found | None:
-        """The first entry for exactly this key, and no representative's, that has an answer within the workspace
+        """The first decision for exactly this key, not derived from another's, that has an answer within the workspace
         limit."""
-        for found in self._found(key):
-            if found.entry.best(workspace_limit) is not None and not buckets.is_derived(found.entry):
-                return found
-        return None
+        return self._entries(key, workspace_limit)[0]
 
-    def _found(self, key: Key) -> Iterator[Found]:
-        return itertools.chain.from_iterable(place(key) for place in self._places)
+    def _entries(self, key: Key, workspace_limit: int) -> tuple[Found | None, Entry | None]:
+        """(`own`, an answer of `buckets.derived` that was found on the way)"""
+        stored = None
+        for found in itertools.chain.from_iterable(place(key) for place in self._places):
+            if buckets.is_derived(found.entry):
+                stored = stored or found.entry
+            elif found.entry.best(workspace_limit) is not None:
+                return found, stored
+        return None, stored
 
 
 LOCAL = Decisions(searches.unsaved, store.cached, store.shipped)

@@ -9,7 +9,7 @@ operations. The others are left to the sources of decisions that come after a me
 import collections
 import hashlib
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax_splitk.kernels.base import xla
@@ -74,19 +74,16 @@ class Program:
         self.digest = _digest(operations, loss)
         self.left -= frozenset(keys)  # `measured_first` asks for it
         known = frozenset(key for key in keys if self.digest in lookups.left_by(key))
-        measured = self._measured_first(operations, keys, lookups, known)
-        if any(measured):
-            measured = self._measured_first(operations, keys, lookups)
+        asked = [(key, operation.options) for key, operation in zip(keys, operations, strict=True)]
+        measured = [None if key in known else lookups.measured_first(key, options) for key, options in asked]
+        if any(measured):  # the program is new, or the cache lacks some of its entries
+            measured = [
+                lookups.measured_first(key, options) if key in known else first
+                for (key, options), first in zip(asked, measured, strict=True)
+            ]
             known = _left(operations, keys, measured, loss)
         self.left |= known
         return [None if key in known else first for key, first in zip(keys, measured, strict=True)]
-
-    def _measured_first(
-        self, operations: Sequence[Operation], keys: Sequence[Key], lookups: Lookups, known: Container[Key] = ()
-    ) -> list[Key | None]:
-        """The key that would be measured first for each operation whose key is not among the `known`."""
-        asked = zip(keys, operations, strict=True)
-        return [None if key in known else lookups.measured_first(key, operation.options) for key, operation in asked]
 
 
 def _digest(operations: Sequence[Operation], loss: float) -> str:

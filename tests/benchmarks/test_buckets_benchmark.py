@@ -14,7 +14,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.exhaustive
 def test_report(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "report.json"
     assert buckets.main(["--cases", "192x128", "--n", "5", "8", "--seconds", "0.05", "--json", str(file)]) == 0

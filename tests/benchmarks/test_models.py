@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU"),
 ]
 
-QUICK = "audio_encoder"
 SAME = ("resnet50_b256", "resnet50_b32", "diffusion_unet", "mlp_4096")  # code that another model has, when it is tiny
 DIFFERENT = [name for name in models.MODELS if name not in SAME]
 
@@ -37,9 +36,7 @@ def disturbed(model: Model, rng: np.random.Generator) -> Params:
     return jax.tree.map(lambda w: jnp.asarray(w + 0.1 * rng.standard_normal(w.shape, np.float32)), model.initial())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.exhaustive) for name in DIFFERENT]
-)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_stock_and_ours_agree(name: str) -> None:
     (model,) = models.find([name], tiny=True)
     rng = np.random.default_rng(0)
@@ -92,14 +89,7 @@ def test_sizes_are_those_of_the_papers() -> None:
     assert size(efficientnet.initial(efficientnet.B0, 32, 1280, 1000)) == 5_288_548 - excitation
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "wav2vec2_base",
-        pytest.param("hifigan", marks=pytest.mark.exhaustive),
-        pytest.param("replknet_31b", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("name", ["wav2vec2_base", "hifigan", "replknet_31b"])
 @pytest.mark.usefixtures("no_random_weights")
 def test_every_convolution_is_explained(name: str) -> None:
     (model,) = models.find([name])

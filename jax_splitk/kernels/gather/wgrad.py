@@ -293,7 +293,7 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
         blocks = self.thread_blocks(problem, config) * config.splits
         chain = -(-self.reduction_blocks(problem, config) // config.splits)
         resident = min(together, -(-blocks // target.cores))
-        stages, waves = -(-blocks // target.cores) * chain, -(-blocks // (target.cores * together))
+        stages, waves = -(-blocks // target.cores) * chain, self.waves(problem, config, target)
         # All but one of a thread block's stages are being loaded. The first loads do not wait.
         late = max(0.0, 1 - config.stages / chain) / (config.stages - 1) / resident
         of_stage = stage_work(volume(problem), config)
