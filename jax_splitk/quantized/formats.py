@@ -133,6 +133,24 @@ def nearest(fmt: Format, value: jax.Array) -> jax.Array:
     return jnp.clip(value, fmt.low, fmt.high).astype(fmt.storage)
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """An array of 4-bit integers as int8, any other one unchanged.
+
+    The conversion is a kernel of its own: XLA for GPUs fuses it with a transposition, and every other element of int4
+    then came out as 0 in some processes (jaxlib 0.11.2: 22 of 50 programs, by what XLA timed).
+    """
+    return lax.optimization_barrier(x.astype(jnp.int8)) if _has_4_bits(x.dtype) else x
+
+
+def narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in the dtype; if that has 4 bits, by a kernel of its own, as in `widened`."""
+    return (lax.optimization_barrier(x) if _has_4_bits(jnp.dtype(dtype)) else x).astype(dtype)
+
+
+def _has_4_bits(dtype: Any) -> bool:
+    return dtype.name in ("int4", "uint4")
+
+
 def to_codes(fmt: Format, q: jax.Array) -> jax.Array:
     """The codes of stored elements as uint32, below 2**bits."""
     if fmt.code_bias:

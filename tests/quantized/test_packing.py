@@ -91,6 +91,22 @@ def test_integer_zero_points_of_other_dtypes() -> None:
         equal(unpack(packed), q)
 
 
+def test_zero_points_of_four_bits_change_their_type_alone() -> None:
+    """Beyond a barrier, so that XLA for GPUs does not fuse the conversion with the order that packing makes."""
+    zero_point = jnp.zeros((2, 64), jnp.int4)
+    q = QuantizedArray(jnp.zeros((128, 64), jnp.int4), jnp.ones((2, 64), jnp.bfloat16), zero_point)
+    for function, given, converted in (
+        (lambda q: prepack(q).zero_point, q, "-> tensor<2x64xi8>"),
+        (lambda packed: unpack(packed).zero_point, prepack(q), "-> tensor<2x64xi4>"),
+    ):
+        lines = jax.jit(function).lower(given).as_text().splitlines()
+        conversion = next(i for i, line in enumerate(lines) if "stablehlo.convert" in line and converted in line)
+        barrier = next(i for i, line in enumerate(lines) if "optimization_barrier" in line)
+        before, after = sorted((conversion, barrier))
+        name = lines[before].split("=")[0].strip()
+        assert after == before + 1 and name in lines[after].split("=")[1]
+
+
 def test_one_scale_for_several_features_is_repeated() -> None:
     q, _ = every_code("int4", 128, 6, 64)
     shared = QuantizedArray(q.qvalue, q.scale[:, ::3])

@@ -17,12 +17,14 @@ from jax_splitk.kernels import Family
 from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS
 from jax_splitk.problems.quantized_matmul import X_DTYPES
-from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack
+from jax_splitk.quantized import PackedWeight, QuantizedArray, prepack, unpack
+from jax_splitk.quantized.packing import pack_groups
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import formats, on_gpu, poison
 from tests.float64 import rounded
 from tests.formats import E8M0
+from tests.problems import on_device
 from tests.products import (
     E4M3,
     HALF,
@@ -35,6 +37,7 @@ from tests.products import (
     integers,
     normal,
     operands,
+    random,
     without_idle,
 )
 
@@ -399,6 +402,19 @@ def test_nan_in_the_weight_reaches_its_feature(family: Family, turn: int, case: 
         out = product(family, case, config, prepack(q))(x)
         np.testing.assert_array_equal(out[:, others], expected[:, others], err_msg=str(config))
         assert np.isnan(out[:, feature].astype(np.float32)).all(), config
+
+
+@pytest.mark.parametrize("shape", [(2, 64), (2, 128), (4, 64), (8, 1024), (6, 200)], ids=str)
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8"])
+def test_integer_zero_points_are_packed_exactly(dtype: str, shape: tuple[int, int]) -> None:
+    """XLA's own conversion of int4, fused with the packing, lost every other one."""
+    groups, features = shape
+    drawn = random(*shape).integers(0, 8, shape) - (0 if dtype == "uint4" else 4)
+    qvalue, scale = on_device(np.zeros((128 * groups, features)), "int4"), on_device(np.ones(shape), "bfloat16")
+    packed = prepack(QuantizedArray(qvalue, scale, on_device(drawn, dtype), "int4"))
+    expected = pack_groups(drawn.astype(jnp.bfloat16), 128 * groups, 128)
+    np.testing.assert_array_equal(np.asarray(packed.zero_point), expected)
+    np.testing.assert_array_equal(np.asarray(unpack(packed).zero_point).astype(int), drawn)
 
 
 def test_every_kind_of_product_is_tried() -> None:
