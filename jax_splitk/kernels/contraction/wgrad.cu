@@ -14,7 +14,8 @@
 // of it.
 //
 // Macros: ELEMENT, OUT, SWAP, X_TILED (1x1 stride 1: X is a plain matrix), RANK3 (three spatial dimensions;
-// else two), TAIL (only the tiles after whole waves are split), and those of device/wgmma_tile.cuh.
+// else two), TAIL (only the tiles after whole waves are split), REDUCTION (device/split_k.cuh), and those of
+// device/wgmma_tile.cuh.
 
 #include "device/packed_tile.cuh"
 #include "device/split_k.cuh"
@@ -386,12 +387,12 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     store_values(out + rows.offset + line % SLOT * g.pitch + k, {sum[i].x, sum[i].y, sum[i].z, sum[i].w});
   }
 }
-#else
+#elif REDUCTION
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL(_partial)(MAPS_AND_ARGS, float* partials) {
   run_tile(Wgrad<true>(x_map, dy_map, g, work_of_block(g), nullptr, partials, nullptr));
 }
-
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     KERNEL(_direct)(MAPS_AND_ARGS, Output* out) {
   run_tile(Wgrad<false>(x_map, dy_map, g, work_of_block(g), out, nullptr, nullptr));

@@ -92,13 +92,18 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
   const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map, \
       const __grid_constant__ Args g
 
-// Defines a source's two kernels. Both call wgrad(arguments, to): KERNEL(_partial) writes partial sums of
-// the splits, KERNEL(_direct) the output itself. The lists are in parentheses. Macro: CTAS_PER_SM.
+// Defines a source's main kernel, which calls wgrad(arguments, to): KERNEL(_partial) writes partial sums of
+// the splits, KERNEL(_direct) the output itself. The lists are in parentheses. Macros: CTAS_PER_SM, REDUCTION
+// (whether the kernel is the former).
 #define UNPACK(...) __VA_ARGS__
 #define SPLIT_K_KERNEL(name, parameters, arguments, T)                                                \
   extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) name(UNPACK parameters, T* to) { \
     wgrad(UNPACK arguments, to);                                                                      \
   }
-#define SPLIT_K_KERNELS(parameters, arguments)                   \
-  SPLIT_K_KERNEL(KERNEL(_partial), parameters, arguments, float) \
+#if REDUCTION
+#define SPLIT_K_KERNELS(parameters, arguments) \
+  SPLIT_K_KERNEL(KERNEL(_partial), parameters, arguments, float)
+#else
+#define SPLIT_K_KERNELS(parameters, arguments) \
   SPLIT_K_KERNEL(KERNEL(_direct), parameters, arguments, Output)
+#endif

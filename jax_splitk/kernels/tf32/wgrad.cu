@@ -275,10 +275,6 @@ __device__ __forceinline__ void multiply(uint32_t x, const Places& places, const
 #pragma unroll
   for (int i = 0; i < 4; ++i) fragment[i] = tf32(raw[i]);
   if constexpr (STEP + 1 < STEPS) gather<STEP + 1>(x, places, inside, raw);
-#pragma unroll
-  for (int r = 0; r < TAPS_H; ++r) {
-    if (MASK >> r & 1) fence(acc[r]);
-  }
   const auto products = [&] {
 #pragma unroll
     for (int r = 0; r < TAPS_H; ++r) {
