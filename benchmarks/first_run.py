@@ -113,6 +113,12 @@ class _TimedLock:
         self._spent.append(time.perf_counter() - self._began)
         self._lock.release()
 
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 
 def _processor_seconds() -> float:
     """The processor time of this process and of its processes that have ended, workers included."""

@@ -7,20 +7,20 @@ compiled for nothing. Nothing here logs or stores, and callers ignore what it ra
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, disk, settings
 from jax_splitk.runtime.target import Target, local_platform, target_for
-from jax_splitk.tuning import agreement, once, searches, tuner, watch
-from jax_splitk.tuning.decide import left_by, measured_first
+from jax_splitk.tuning import agreement, once, searches, tuner, watch, xla_choices
+from jax_splitk.tuning.decide import is_measured, left_by, measured_first
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import compile_ahead
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select, without_code
-from jax_splitk.tuning.worth import Lookups, Operation
+from jax_splitk.tuning.worth import Callbacks, Operation
 
 
 def traced(problem: Problem, options: Options) -> None:
@@ -30,7 +30,7 @@ def traced(problem: Problem, options: Options) -> None:
         return
     target = target_for("cuda")
     with disk.defer_warnings(once.state.deferred_warnings):
-        if measured_first(key_for(problem, target), options) is None:
+        if not is_measured(key_for(problem, target), options):
             _compile(problem, options, target)
 
 
@@ -47,13 +47,14 @@ def begin(
         first: Sequence[Key | None] = [None] * len(operations)
         if measure:
             loss = settings.share("JAX_SPLITK_TUNE_LOSS")
-            first = searches.state.program.begin(operations, target, loss, Lookups(measured_first, left_by))
+            ask = Callbacks(measured_first, is_measured, left_by, _preparing)
+            first = searches.state.program.begin(operations, target, loss, ask)
         for (problem, options, _), key in zip(operations, first, strict=True):
             if (problem, options) == under_way:
                 continue
             if key is None:
                 _compile(problem, options, target)
-            elif _is_on() and not agreement.needed():  # in a job nothing must disturb process 0, which measures
+            elif _searches_ahead():
                 tuner.enqueue(key, options.workspace_limit, problem)
 
 
@@ -73,6 +74,24 @@ def _is_for_this_gpu() -> bool:
 
 def _is_on() -> bool:
     return settings.word("JAX_SPLITK_COMPILE_AHEAD") == "on"
+
+
+def _searches_ahead() -> bool:
+    """Whether measurements begin before their lowering asks for them. In a job nothing must disturb process 0, which
+    measures."""
+    return _is_on() and not agreement.needed()
+
+
+@contextlib.contextmanager
+def _preparing(operations: Mapping[Key, Operation]) -> Iterator[None]:
+    """In the block XLA chooses kernels, and first candidates compile, for what will most probably be measured."""
+    if not _searches_ahead():
+        yield
+        return
+    likely = xla_choices.likely(operations)
+    with xla_choices.begun([key.problem for key, _ in likely]):
+        tuner.compile_first(likely)
+        yield
 
 
 def _compile(problem: Problem, options: Options, target: Target) -> None:

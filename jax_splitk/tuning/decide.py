@@ -10,7 +10,7 @@ from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.entry import Entry, Found
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.lookup import Query
-from jax_splitk.tuning.measurement import command, measurement, to_measure
+from jax_splitk.tuning.measurement import command, may_measure, measurement, to_measure
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.serving import why_not_tuned, would_serve
 
@@ -214,12 +214,24 @@ def _choice(answer: Found | Choice | None, query: Query) -> Choice | None:
 def measured_first(key: Key, options: Options) -> Key | None:
     """What the lowering of a problem for this process's devices would measure first: the problem, a representative, or
     None for nothing."""
+    query = _to_settle(key, options)
+    return None if query is None else next(iter(to_measure(query)), None)
+
+
+def is_measured(key: Key, options: Options) -> bool:
+    """Whether the lowering of a problem for this process's devices would measure anything. It asks no cost model."""
+    query = _to_settle(key, options)
+    return query is not None and may_measure(query)
+
+
+def _to_settle(key: Key, options: Options) -> Query | None:
+    """The query of a problem that is lowered for this process's devices; None if its decision is settled."""
     again, exact = watch.state.wishes(key)
     query = Query(key, options, options.workspace_limit, here=True, again=again, exact=exact)
     if options.config is not None or tuning_result(query) is not None:
         return None
     query.held = lookup.LOCAL(query)
-    return None if query.is_settled() else next(iter(to_measure(query)), None)
+    return None if query.is_settled() else query
 
 
 def left_by(key: Key) -> tuple[str, ...]:

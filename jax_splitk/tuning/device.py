@@ -30,6 +30,7 @@ class Device:
       lock: held while a search times something on the device, or XLA times kernels for one: nothing may disturb it.
       profile: the next profile that is taken of the device.
       poisoned_by: the problem of a candidate that failed as it ran: what fails after it may fail because of it.
+      choosing: threads in which XLA chooses kernels before a search asks for them (xla_choices.py).
       xla_chose: whether XLA has chosen a problem's kernels together with others', for those that were tried so.
     """
 
@@ -37,6 +38,7 @@ class Device:
         self.lock = threading.Lock()
         self.profile = SharedProfile()
         self.poisoned_by: Problem | None = None
+        self.choosing: list[threading.Thread] = []
         self.xla_chose: dict[Problem, bool] = {}
         self._seconds: float | None = None  # that XLA last took to choose, for each problem
 

@@ -147,10 +147,10 @@ class Bench:
         # A GPU copies one set: to send it all of them takes as long as to time a candidate. Sets of kinds differ.
         sent = 1 if platform == "cuda" and self.operation.kinds == 1 else self.sets
         drawn = [self.operation.random_operands(problem, i) for i in range(sent)]
-        copied = _copies.lower(drawn[0], self.sets - sent).compile() if sent < self.sets else lambda _: []
         with self._device():
             first, *others = jax.device_put(drawn)
-            self._inputs = jax.block_until_ready([first, *others, *copied(first)])
+            copies = [jax.device_put(first, first[0].sharding, may_alias=False) for _ in range(self.sets - sent)]
+            self._inputs = jax.block_until_ready([first, *others, *copies])
 
     @property
     def _called_together(self) -> int:
@@ -444,11 +444,6 @@ class Bench:
         start = time.perf_counter()
         _run(contestant, repeats * everything)
         return (time.perf_counter() - start) / repeats / self.sets * 1e6
-
-
-@functools.partial(jax.jit, static_argnums=1, compiler_options=WITHOUT_GRAPHS)
-def _copies(operands: tuple[jax.Array, ...], count: int) -> list[tuple[jax.Array, ...]]:
-    return [tuple(map(jnp.copy, operands)) for _ in range(count)]
 
 
 def _quick(contestants: Sequence[Contestant]) -> list[Contestant]:

@@ -57,13 +57,18 @@ def measurement(query: Query) -> Found | None:
 def to_measure(query: Query) -> list[Key]:
     """The keys to measure for a query that is not settled, until one decides for it: representatives, then the problem
     itself. Empty if a measurement is impossible or useless."""
-    allowed = query.here and disk.mode() != "frozen" and _obstacle(query) is None
-    if not allowed or not watch.state.measures(query.options) or not autotune(query.key.target):
-        return []
-    if query.key in searches.state.program.left and not query.exact:
+    if not may_measure(query):
         return []
     itself = query.exact or (query.held is not None and len(query.held.entry.measurements) > 0)
     return [query.key] if itself else buckets.to_tune(query.key, query.limit)
+
+
+def may_measure(query: Query) -> bool:
+    """Whether a query that is not settled is measured: `to_measure` has a key. It asks no cost model."""
+    allowed = query.here and disk.mode() != "frozen" and _obstacle(query) is None
+    if not allowed or not watch.state.measures(query.options) or not autotune(query.key.target):
+        return False
+    return query.exact or query.key not in searches.state.program.left
 
 
 def _obstacle(query: Query) -> str | None:

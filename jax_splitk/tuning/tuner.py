@@ -173,6 +173,13 @@ def _look_ahead() -> None:
                 Search(key, limit, None, 0.0).compile_first()
 
 
+def compile_first(keys: Iterable[tuple[Key, int]]) -> None:
+    """Begins to compile the first candidates of keys that will probably be measured."""
+    for key, limit in keys:
+        with contextlib.suppress(Exception):  # an error is raised again in the search that it belongs to
+            Search(key, limit, None, 0.0).compile_first()
+
+
 def _has_room(key_and_limit: tuple[Key, int]) -> bool:
     """Whether another search may begin beside those under way."""
     under_way = [key for (key, _), running in searches.state.running.items() if not running.result.done()]

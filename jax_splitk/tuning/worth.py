@@ -7,9 +7,10 @@ operations. The others are left to the sources of decisions that come after a me
 """
 
 import collections
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax_splitk.kernels.base import xla
@@ -22,24 +23,28 @@ from jax_splitk.tuning.options import Options
 _REMEMBERED = 8  # functions: more threads than that hardly lower programs at a time
 
 
-class Lookups(NamedTuple):
-    """Functions that look decisions up.
-
-    Attributes:
-      measured_first: the key that would be measured first for an operation; None if nothing would be measured.
-      left_by: the digests of the programs that left a problem.
-    """
-
-    measured_first: Callable[[Key, Options], Key | None]
-    left_by: Callable[[Key], Sequence[str]]
-
-
 class Operation(NamedTuple):
     """An operation, and how many times a program runs it."""
 
     problem: Problem
     options: Options
     times: int
+
+
+class Callbacks(NamedTuple):
+    """Functions that look decisions up, and one that prepares for measurements.
+
+    Attributes:
+      measured_first: the key that would be measured first for an operation; None if nothing would be measured.
+      is_measured: whether anything would be measured for an operation. It takes much less time to tell.
+      left_by: the digests of the programs that left a problem.
+      preparing: given operations of which some will be measured, with their keys, a context in which to find out which.
+    """
+
+    measured_first: Callable[[Key, Options], Key | None]
+    is_measured: Callable[[Key, Options], bool]
+    left_by: Callable[[Key], Sequence[str]]
+    preparing: Callable[[Mapping[Key, Operation]], contextlib.AbstractContextManager[Any]]
 
 
 class Program:
@@ -64,7 +69,7 @@ class Program:
         self._functions.append(weakref.ref(function))
         return True
 
-    def begin(self, operations: Sequence[Operation], target: Target, loss: float, lookups: Lookups) -> list[Key | None]:
+    def begin(self, operations: Sequence[Operation], target: Target, loss: float, ask: Callbacks) -> list[Key | None]:
         """The key to measure first for each operation of a new program; None where nothing is measured.
 
         Args:
@@ -73,17 +78,17 @@ class Program:
         keys = [key_for(operation.problem, target) for operation in operations]
         self.digest = _digest(operations, loss)
         self.left -= frozenset(keys)  # `measured_first` asks for it
-        known = frozenset(key for key in keys if self.digest in lookups.left_by(key))
-        asked = [(key, operation.options) for key, operation in zip(keys, operations, strict=True)]
-        measured = [None if key in known else lookups.measured_first(key, options) for key, options in asked]
-        if any(measured):  # the program is new, or the cache lacks some of its entries
-            measured = [
-                lookups.measured_first(key, options) if key in known else first
-                for (key, options), first in zip(asked, measured, strict=True)
-            ]
-            known = _left(operations, keys, measured, loss)
-        self.left |= known
-        return [None if key in known else first for key, first in zip(keys, measured, strict=True)]
+        known = frozenset(key for key in keys if self.digest in ask.left_by(key))
+        asked = [(key, operation) for key, operation in zip(keys, operations, strict=True)]
+        to_measure = {key: each for key, each in asked if ask.is_measured(key, each.options)}
+        if known.issuperset(to_measure):
+            self.left |= known
+            return [None] * len(keys)
+        with ask.preparing(to_measure):  # the program is new, or the cache lacks some of its entries
+            measured = [ask.measured_first(key, each.options) for key, each in asked]
+            left = _left(operations, keys, measured, loss)
+        self.left |= left
+        return [None if key in left else first for key, first in zip(keys, measured, strict=True)]
 
 
 def _digest(operations: Sequence[Operation], loss: float) -> str:

@@ -2,10 +2,11 @@
 here compiles: machine code is played."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import _compat, compiler, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
-from jax_splitk.tuning import ahead, buckets, measurement, search, searches, select, store, tuner
+from jax_splitk.tuning import ahead, buckets, measurement, search, searches, select, store, tuner, worth, xla_choices
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
@@ -74,6 +75,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     monkeypatch.setattr(pool, "cores", lambda: 8)
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "off")
     monkeypatch.setenv("JAX_SPLITK_TUNE_LOSS", "0")  # with "on_miss" every problem is measured
+    monkeypatch.setattr(xla_choices, "likely", lambda operations: [])
     jax.clear_caches()  # what another test has traced would not be traced again
     return played
 
@@ -348,6 +350,36 @@ def test_a_miss_is_compiled_when_it_comes_to_be_measured(
     assert compiler.pool._futures == {}
     played.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
     tuner.tune(KEYS[0])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_while_models_rank_a_new_program_likely_measurements_are_prepared(
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA chooses for them, and their first kernels compile, once for a program."""
+    events: list[Any] = []
+
+    @contextlib.contextmanager
+    def begun(problems: list[Problem]) -> Iterator[None]:
+        events.append(problems)
+        yield
+        events.append("ended")
+
+    def left(*_: Any) -> frozenset[Key]:
+        compilations.wait_for(*first_kernels(KEYS[1]))
+        events.append("ranked")
+        return frozenset()
+
+    monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
+    monkeypatch.setattr(xla_choices, "likely", lambda operations: [(KEYS[1], LIMIT)])
+    monkeypatch.setattr(xla_choices, "begun", begun)
+    monkeypatch.setattr(worth, "_left", left)
+    lower(*(case.problem() for case in CASES))
+    assert events == [[KEYS[1].problem], "ranked", "ended"]
+    monkeypatch.setenv("JAX_SPLITK_COMPILE_AHEAD", "off")
+    monkeypatch.setattr(worth, "_left", lambda *_: frozenset())
+    lower(*(case.problem() for case in CASES))
+    assert len(events) == 3, "nothing begins before it is asked for"
 
 
 def test_the_steps_from_the_fastest_compile_while_others_are_timed(

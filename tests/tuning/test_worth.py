@@ -2,6 +2,7 @@
 simulated, and so is the GPU."""
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from jax_splitk.kernels.base.xla import Estimate
 from jax_splitk.ops import lowering
 from jax_splitk.runtime import settings, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import certainty, decide, model, search, searches, select, store, tuner, worth
+from jax_splitk.tuning import certainty, decide, model, search, searches, select, store, tuner, worth, xla_choices
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.result import TuningResult
-from jax_splitk.tuning.worth import Lookups, Operation, Program
+from jax_splitk.tuning.worth import Callbacks, Operation, Program
 from tests.tuning_cache import new_session, wgrad
 
 pytestmark = [
@@ -38,9 +39,18 @@ SMALL = Case("small", 8, 14, 14, 64, 64, (3, 3))
 KEYS = {case: key_for(case.problem(), DEFAULT_CUDA) for case in (LARGE, SMALL)}
 
 
+def callbacks(measured: Callable[[Key], Key | None] = lambda key: key) -> Callbacks:
+    return Callbacks(
+        lambda key, _: measured(key),
+        lambda key, _: measured(key) is not None,
+        lambda _: (),
+        lambda _: contextlib.nullcontext(),
+    )
+
+
 def left(operations: list[Operation], loss: float = 0.01, measured: Callable[[Key], Key | None] = lambda k: k) -> Any:
     program = Program()
-    found = program.begin(operations, DEFAULT_CUDA, loss, Lookups(lambda key, _: measured(key), lambda _: ()))
+    found = program.begin(operations, DEFAULT_CUDA, loss, callbacks(measured))
     keys = [key_for(operation.problem, DEFAULT_CUDA) for operation in operations]
     assert found == [None if key in program.left else measured(key) for key in keys]
     return program.left
@@ -101,9 +111,8 @@ def test_problems_that_one_measurement_decides_are_left_together() -> None:
 
 def test_the_latest_program_that_has_a_problem_decides() -> None:
     program = Program()
-    lookups = Lookups(lambda key, _: key, lambda _: ())
     for cases, left_then in (((LARGE, SMALL), {KEYS[SMALL]}), ((LARGE,), {KEYS[SMALL]}), ((SMALL,), set())):
-        program.begin([Operation(c.problem(), Options(), 1) for c in cases], DEFAULT_CUDA, 0.01, lookups)
+        program.begin([Operation(c.problem(), Options(), 1) for c in cases], DEFAULT_CUDA, 0.01, callbacks())
         assert program.left == left_then
 
 
@@ -144,6 +153,8 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Key]:
     monkeypatch.setattr(lowering, "_may_measure", lambda ctx, target: True)
     monkeypatch.setattr(lowering, "code_of", lambda choice, *_, **__: (choice, None))
     monkeypatch.setattr("jax_splitk.tuning.ahead.compile_ahead", lambda *_: None)
+    monkeypatch.setattr(search, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(xla_choices, "begun", lambda _: contextlib.nullcontext())
     return keys
 
 

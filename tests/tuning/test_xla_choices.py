@@ -2,18 +2,26 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import pytest
 
+from benchmarks.cases import Case
+from jax_splitk.kernels.base import xla
+from jax_splitk.kernels.base.xla import Estimate
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning import device, searches
+from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.tuning import device, measure, searches, xla_choices
 from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench
+from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.tuner import Queued
+from jax_splitk.tuning.worth import Operation
 from tests.tuning_cache import TINY, TUNES_THE_CPU, key_of
 
 pytestmark = TUNES_THE_CPU
@@ -126,3 +134,81 @@ def test_what_fails_together_is_compiled_one_by_one(compiled: list[int], monkeyp
     assert [len(contestants) for contestants, _ in outcomes] == [1, 0, 1]
     (failure,) = outcomes[1][1]
     assert "ZeroDivisionError: scripted" in str(failure.error)
+
+
+# ---- before the searches ---------------------------------------------------------------------------------------------
+
+LARGE, MIDDLE, SMALL = (Case("c", batch, 56, 56, 64, 64, (3, 3)).problem() for batch in (256, 128, 1))
+
+
+def likely(monkeypatch: pytest.MonkeyPatch, ratio: float | None = 2.0, **times: int) -> list[Problem]:
+    """What is likely measured of three problems if XLA takes so many times the least possible time of each."""
+
+    def estimate(problem: Problem, target: Any) -> Estimate | None:
+        return None if ratio is None else Estimate(ratio * xla.features(problem, target).floor, 0.1)
+
+    monkeypatch.setattr(xla, "estimate", estimate)
+    operations: dict[Key, Operation] = {
+        key_for(problem, DEFAULT_CUDA): Operation(problem, Options(), times.get(name, 1))
+        for name, problem in (("small", SMALL), ("middle", MIDDLE), ("large", LARGE))
+    }
+    found = xla_choices.likely(operations)
+    assert [key for key, _ in found] == [key_for(key.problem, DEFAULT_CUDA) for key, _ in found]
+    assert {limit for _, limit in found} <= {Options().workspace_limit}
+    return [key.problem for key, _ in found]
+
+
+def test_what_takes_most_of_a_program_is_likely_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert likely(monkeypatch) == [MIDDLE, LARGE]
+    assert likely(monkeypatch, large=20) == [LARGE]
+    assert likely(monkeypatch, small=10000) == [SMALL]
+
+
+def test_what_xla_chooses_slowly_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert likely(monkeypatch, ratio=3.9)
+    assert likely(monkeypatch, ratio=4.1) == []
+    assert likely(monkeypatch, ratio=None) == [], "nothing is known of XLA's time"
+
+
+def wait() -> None:
+    for thread in device.state.choosing:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_xla_chooses_in_a_block_until_all_are_chosen(programs: Programs) -> None:
+    with xla_choices.begun(PROBLEMS[:6]):
+        wait()
+    assert programs.compiled == [PROBLEMS[:4], PROBLEMS[4:6]]
+    with xla_choices.begun(PROBLEMS[:6]):
+        wait()
+    assert len(programs.compiled) == 2
+
+
+def test_what_has_not_begun_with_the_block_is_left(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def compile(problems: Sequence[Problem], options: Any) -> None:
+        assert options == measure.WITHOUT_GRAPHS
+        programs.compile(problems, options)
+        began.set()
+        assert ended.wait(20)
+
+    monkeypatch.setattr(device, "_compile", compile)
+    with xla_choices.begun(PROBLEMS):
+        assert began.wait(20)
+        assert device.state.lock.locked(), "no search may time anything meanwhile"
+    ended.set()
+    wait()
+    assert programs.compiled == [PROBLEMS[:4]]
+
+
+def test_nothing_waits_for_a_choice(programs: Programs) -> None:
+    """The device may be held by a search. The block ends without it."""
+    with device.state.lock:
+        started = time.monotonic()
+        with xla_choices.begun(PROBLEMS):
+            pass
+        assert time.monotonic() - started < 10
+    wait()
+    assert len(programs.compiled) <= 1
