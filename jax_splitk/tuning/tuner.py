@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
-from jax_splitk.tuning import agreement, buckets, searches, siblings, store
+from jax_splitk.tuning import agreement, buckets, device, searches, siblings, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import Key, key_for
@@ -298,11 +298,13 @@ def _wait_for_abandoned() -> Candidate | None:
 
 @atexit.register
 def _leave() -> None:
-    """Waits for searches that were given up. A thread that comes back from native code while the interpreter ends would
-    abort the process."""
+    """Waits for searches that were given up, and for XLA's choices. A thread that comes back from native code while the
+    interpreter ends would abort the process."""
     try:
         for running in list(searches.state.running.values()):
             _abandon(running)
         _wait_for_abandoned()
+        for thread in device.state.choosing:
+            thread.join()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)

@@ -4,7 +4,6 @@ Each search times XLA, which first times cuDNN's kernels: a third of a first run
 first search begins.
 """
 
-import atexit
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,11 +63,3 @@ def begun(problems: Sequence[Problem]) -> Iterator[None]:
         yield
     finally:
         ended.set()
-
-
-@atexit.register
-def _leave() -> None:
-    """Waits for the choices under way: a thread that comes back from native code while the interpreter ends would abort
-    the process."""
-    for thread in device.state.choosing:
-        thread.join()
