@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_splitk.runtime import disk, toolchain, worker
+from jax_splitk.runtime import disk, toolchain, wgmma_header, worker
 from jax_splitk.runtime.pool import Pool
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.worker import compile_in_worker
@@ -204,9 +204,11 @@ def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str
     """(machine code, or None if the source does not compile; log)."""
     nvrtc = toolchain.find_nvrtc()
     options = [*source.options(), *(f"--include-path={folder}" for folder in toolchain.include_folders())]
+    text = source.text(with_lines=True)
+    headers = wgmma_header.needed(text)
     if in_worker:
-        return compile_in_worker(nvrtc.library, source.text(with_lines=True), source.file, options)
-    return nvrtc.compile(source.text(with_lines=True), source.file, options)
+        return compile_in_worker(nvrtc.library, text, source.file, options, headers)
+    return nvrtc.compile(text, source.file, options, headers)
 
 
 def _stored(source: Source, found: tuple[bytes | None, str]) -> Compiled:

@@ -11,7 +11,7 @@ import pathlib
 import pickle
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 ANSWER = b"jax_splitk compiler\n"
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl: the signal that a process gets when its parent ends
@@ -46,14 +46,19 @@ class Nvrtc:
         self._check(getattr(self._lib, f"nvrtcGet{what}")(program, data), what)
         return data.raw
 
-    def compile(self, text: str, name: str, options: Iterable[str]) -> tuple[bytes | None, str]:
-        """(machine code or None, log)."""
-        program = ctypes.c_void_p()
-        created = self._lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+    def compile(
+        self, text: str, name: str, options: Iterable[str], headers: Mapping[str, str] | None = None
+    ) -> tuple[bytes | None, str]:
+        """(machine code or None, log). `headers`: texts by the names that `#include` gives, in place of files."""
+        program, headers = ctypes.c_void_p(), headers or {}
+        texts, names = _strings(headers.values()), _strings(headers)
+        created = self._lib.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), name.encode(), len(headers), texts, names
+        )
         self._check(created, "nvrtcCreateProgram")
         try:
-            encoded = [option.encode() for option in options]
-            result = self._lib.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+            encoded = _strings(options)
+            result = self._lib.nvrtcCompileProgram(program, len(encoded), encoded)
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if result != 0:
                 return None, log or self._lib.nvrtcGetErrorString(result).decode()
@@ -62,15 +67,20 @@ class Nvrtc:
             self._lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
 def _main() -> None:
     sys.stdout.buffer.write(ANSWER)
     sys.stdout.buffer.flush()
-    parent, library, text, name, options = pickle.loads(sys.stdin.buffer.read())
+    parent, library, *request = pickle.loads(sys.stdin.buffer.read())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before
             return
-    result = Nvrtc(pathlib.Path(library)).compile(text, name, options)
+    result = Nvrtc(pathlib.Path(library)).compile(*request)
     sys.stdout.buffer.write(pickle.dumps(result))
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 from jax_splitk.runtime import disk, nvrtc
 from jax_splitk.runtime.nvrtc import NvrtcError
@@ -73,14 +74,16 @@ def _warn(error: NoWorker) -> None:
     disk.warn_once(f"kernels are compiled in this process, one after the other: {error}")
 
 
-def compile_in_worker(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+def compile_in_worker(
+    library: pathlib.Path, text: str, name: str, options: list[str], headers: Mapping[str, str] | None = None
+) -> tuple[bytes | None, str]:
     """`Nvrtc.compile` in a process of its own, which ends with this one.
 
     Raises:
       NoWorker: no process was started, or the process is not a worker.
       NvrtcError: the worker failed.
     """
-    request = pickle.dumps((os.getpid(), str(library), text, name, options))
+    request = pickle.dumps((os.getpid(), str(library), text, name, options, headers))
     with _worker() as process:
         try:
             out, err = process.communicate(request)

@@ -15,6 +15,7 @@ import time
 import tomllib
 import types
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import pytest
@@ -52,9 +53,9 @@ class Machine:
         self.forget()
         compile_text = Nvrtc.compile
 
-        def counted(nvrtc: Nvrtc, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+        def counted(nvrtc: Nvrtc, text: str, name: str, options: list[str], *more: Any) -> tuple[bytes | None, str]:
             self.compiled.append(options)
-            return compile_text(nvrtc, text, name, options)
+            return compile_text(nvrtc, text, name, options, *more)
 
         monkeypatch.setattr(Nvrtc, "compile", counted)
 
@@ -235,9 +236,9 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
     compile_text = Nvrtc.compile
     barrier = threading.Barrier(8)
 
-    def slow(nvrtc: Nvrtc, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+    def slow(nvrtc: Nvrtc, *request: Any) -> tuple[bytes | None, str]:
         time.sleep(0.2)
-        return compile_text(nvrtc, text, name, options)
+        return compile_text(nvrtc, *request)
 
     def ask(value: int) -> compiler.Compiled:
         barrier.wait()
@@ -335,7 +336,7 @@ def test_a_worker_that_is_at_it_is_waited_for_and_nothing_else(
     """A caller compiles a source that still waits for a core itself, and no worker does."""
     at_work, may_end, asked = threading.Event(), threading.Event(), []
 
-    def held(library: pathlib.Path, text: str, name: str, options: list[str]) -> tuple[bytes | None, str]:
+    def held(library: pathlib.Path, text: str, name: str, options: list[str], _: object) -> tuple[bytes | None, str]:
         asked.append([option for option in options if "VALUE" in option])
         at_work.set()
         assert may_end.wait(60)
