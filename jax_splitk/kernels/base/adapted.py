@@ -108,7 +108,8 @@ def _unit(p: ConvProblem) -> int:
 
 
 def _sides(p: ConvProblem) -> dict[str, int]:
-    """The channels of a group that an operand has, by their fields. The result of a weight gradient has none."""
+    """The numbers of channels of a group in the operands, by their fields. The channels of a pass's result are left
+    out; a weight gradient's operands have both."""
     sides: dict[str, int] = dict(zip(("in_channels", "out_channels"), p.group_channels, strict=True))
     if not isinstance(p, ConvWgradProblem):
         del sides["in_channels" if isinstance(p, ConvDgradProblem) else "out_channels"]

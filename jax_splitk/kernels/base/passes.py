@@ -53,7 +53,8 @@ def sizes_refusal(p: ConvProblem, g: Geometry) -> str | None:
 
 
 def output_blocks(g: Geometry, axis: int) -> tuple[int, int, int]:
-    """BASE, OFFSET and how many blocks of UP rows (or columns) reach the output."""
+    """The macros BASE and OFFSET of an axis, and the number of blocks of UP rows (or columns) that have any of the
+    output's."""
     up = g.lhs_dilation[axis]
     offset = g.pad[axis] - g.reach[axis] if up > 1 else 0
     base = -offset // up

@@ -18,7 +18,7 @@ class ExpertsHost(PackedHost):
         return problem.groups
 
     def divisions(self, problem: QuantizedRaggedDotProblem, target: Target) -> list[Config]:
-        """Splits if a result has few tiles, and three row blocks."""
+        """Configs with each of three row blocks, without splits and with splits for each core, or two."""
         return [Config(s, b) for b in (24, 96, 384) for s in sorted({1, target.cores, 2 * target.cores})]
 
     def _product(self, p: QuantizedRaggedDotProblem, config: Config, rows: int, groups: int, more: int) -> Product:
