@@ -164,7 +164,11 @@ def test_workspace_is_one_float_for_each_result_and_split(family: SplitFamily) -
             _, reduce = family.plan(p, three).launches
             assert "_reduce" in reduce.kernel
             assert reduce.programmatic
-            assert family.source(p, single) == family.source(p, three)
+            two = family.with_splits(p, config, 2)
+            assert family.source(p, two) == family.source(p, three)
+            # Where whole sums are another kernel, they are compiled by themselves.
+            apart = family.roles[0] != family.roles[1]
+            assert (family.source(p, single) != family.source(p, three)) == apart
 
 
 @by_family
