@@ -1,5 +1,5 @@
-"""CUTLASS's header of WGMMA, cut to the instructions that a source uses: NVRTC takes a quarter of a kernel's
-compilation for all of its 192.
+"""CUTLASS's header of WGMMA, cut to the instructions that a source uses. NVRTC spends up to a quarter of a kernel's
+compilation on reading all 192.
 
 Sources name instructions by the macros of device/wgmma.cuh.
 """
@@ -31,7 +31,10 @@ def needed(text: str) -> dict[str, str]:
 @functools.lru_cache(maxsize=64)
 def _reduced(folder: pathlib.Path, kinds: frozenset[str]) -> str | None:
     """The header with the instructions of these kinds, for any number of columns; None unless it has all of them."""
-    header = (folder / _NAME).read_text(encoding="utf-8")
+    try:
+        header = (folder / _NAME).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None  # NVRTC says what is wrong
     found = list(_INSTRUCTION.finditer(header))
     kept = [match for match in found if match.group(1) in kinds]
     if not kept or {match.group(1) for match in kept} != kinds:

@@ -170,7 +170,7 @@ def _look_ahead() -> None:
                 break
             if not next_one.compiling:
                 next_one.compiling = True
-                Search(key, limit, None, 0.0).compile_first()
+                compile_first([(key, limit)])
 
 
 def compile_first(keys: Iterable[tuple[Key, int]]) -> None:

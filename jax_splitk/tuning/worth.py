@@ -79,12 +79,12 @@ class Program:
         self.digest = _digest(operations, loss)
         self.left -= frozenset(keys)  # `measured_first` asks for it
         known = frozenset(key for key in keys if self.digest in ask.left_by(key))
-        asked = [(key, operation) for key, operation in zip(keys, operations, strict=True)]
-        to_measure = {key: each for key, each in asked if ask.is_measured(key, each.options)}
-        if known.issuperset(to_measure):
+        asked = list(zip(keys, operations, strict=True))
+        if not any(key not in known and ask.is_measured(key, each.options) for key, each in asked):
             self.left |= known
             return [None] * len(keys)
-        with ask.preparing(to_measure):  # the program is new, or the cache lacks some of its entries
+        # The program is new, or the cache lacks some of its entries.
+        with ask.preparing({key: each for key, each in asked if ask.is_measured(key, each.options)}):
             measured = [ask.measured_first(key, each.options) for key, each in asked]
             left = _left(operations, keys, measured, loss)
         self.left |= left

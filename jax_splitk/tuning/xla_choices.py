@@ -28,8 +28,7 @@ _SLOWEST = 4.0
 def likely(operations: Mapping[Key, Operation]) -> list[tuple[Key, int]]:
     """The keys, with their workspace limits, that will most probably be measured for some operations, in their
     order."""
-    known = {key: xla.estimate(key.problem, key.target) for key in operations}
-    estimates = {key: estimate for key, estimate in known.items() if estimate is not None}
+    estimates = {key: known for key in operations if (known := xla.estimate(key.problem, key.target)) is not None}
     floors = {key: xla.features(key.problem, key.target).floor for key in estimates}
     spent = {key: operations[key].times * floor for key, floor in floors.items()}
     heavy, remaining = set(), _SHARE * sum(spent.values())

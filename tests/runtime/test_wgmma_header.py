@@ -66,4 +66,8 @@ def test_another_cutlass_is_read_as_it_is(header: str, tmp_path: pathlib.Path, m
     path.parent.mkdir(parents=True)
     path.write_text(header)
     monkeypatch.setattr(toolchain, "include_folders", lambda: (tmp_path,))
-    assert wgmma_header.needed(f"{INCLUDE}using A = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;") == {}
+    text = f"{INCLUDE}using A = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;"
+    assert wgmma_header.needed(text) == {}
+    path.unlink()
+    wgmma_header._reduced.cache_clear()
+    assert wgmma_header.needed(text) == {}

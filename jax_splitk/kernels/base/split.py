@@ -145,7 +145,8 @@ class SplitFamily(ModelledFamily[_Problem, _Config]):
 
     def macros(self, problem: Any, config: _Config) -> dict[str, int]:
         types = {"ELEMENT": OUT_CODES.get(problem.dtype, -1), "OUT": OUT_CODES[problem.out_dtype]}
-        # Where they are two kernels, a source has one of them: compiling both takes twice as long.
+        # If whole sums and partial sums have a kernel each, a source has one of the two: both take twice as long to
+        # compile.
         of_splits = {"REDUCTION": int(self.in_workspace(config))} if self.roles[0] != self.roles[1] else {}
         return {**types, "CTAS_PER_SM": self.blocks_per_sm(problem, config), **of_splits}
 
