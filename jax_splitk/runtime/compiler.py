@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax_splitk.runtime import disk, toolchain, wgmma_header, worker
+from jax_splitk.runtime.outcome import Outcome
 from jax_splitk.runtime.pool import Pool
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.worker import compile_in_worker
@@ -102,13 +103,14 @@ def compile_sources(sources: Iterable[Source], given_up: threading.Event | None 
     wanted = {source_key(source): source for source in sources}
     missing = {key: source for key, source in wanted.items() if key not in _memory and not _is_stored(source)}
     # Compiling a single source here is as fast, unless a worker has already started it.
-    futures = {_submit(key, source, urgent=True) for key, source in missing.items()} if len(missing) > 1 else set()
-    running = {future for future in futures if future is not None}
+    begun = [_submit(key, source, urgent=True) for key, source in missing.items()] if len(missing) > 1 else []
+    running = [outcome for outcome in begun if outcome is not None]
     try:
         while running:
             if given_up is not None and given_up.is_set():
                 raise concurrent.futures.CancelledError
-            running = concurrent.futures.wait(running, _WATCH_SECONDS).not_done
+            running[0].wait(_WATCH_SECONDS)
+            running = [outcome for outcome in running if not outcome.done()]
     finally:
         pool.drop(missing)
     for source in () if worker.available() else missing.values():
@@ -126,7 +128,7 @@ def compile_ahead(sources: Iterable[Source]) -> None:
             _submit(key, source, urgent=False)
 
 
-def _submit(key: str, source: Source, *, urgent: bool) -> Any:
+def _submit(key: str, source: Source, *, urgent: bool) -> Outcome[Any] | None:
     if not worker.available():
         return None  # threads would compile one after the other, too, and would not end with the interpreter
     return pool.submit(key, functools.partial(_machine_code, source, in_worker=True), urgent=urgent)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from jax_splitk.runtime.cores import usable_cores as cores
+from jax_splitk.runtime.outcome import Outcome
 
-_Future = concurrent.futures.Future[Any]
-_Job = tuple[_Future, Callable[[], Any]]
+_Job = tuple[Outcome[Any], Callable[[], Any]]
 
 # Most pieces of work, results included, that nobody waits for. Further work ahead of its use is refused.
 MAX_AHEAD = 256
@@ -25,7 +25,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._futures: dict[Hashable, _Future] = {}  # until somebody takes the result
+        self._outcomes: dict[Hashable, Outcome[Any]] = {}  # until somebody takes the result
         self._urgent: dict[Hashable, _Job] = {}
         self._ahead: dict[Hashable, _Job] = {}
         self._threads = 0
@@ -37,38 +37,38 @@ class Pool:
         """Pieces of work that have not begun."""
         return len(self._urgent) + len(self._ahead)
 
-    def submit(self, key: Hashable, work: Callable[[], Any], *, urgent: bool = False) -> _Future | None:
-        """The future of `work`, or of earlier work with the same key; None if the pool is full. `urgent`: somebody
+    def submit(self, key: Hashable, work: Callable[[], Any], *, urgent: bool = False) -> Outcome[Any] | None:
+        """The outcome of `work`, or of earlier work with the same key; None if the pool is full. `urgent`: somebody
         waits."""
         with self._lock:
-            future = self._futures.get(key)
-            if future is None:
+            outcome = self._outcomes.get(key)
+            if outcome is None:
                 self._forget_oldest()
-                if self._closed or (not urgent and len(self._futures) >= MAX_AHEAD):
+                if self._closed or (not urgent and len(self._outcomes) >= MAX_AHEAD):
                     return None
-                future = self._futures[key] = concurrent.futures.Future()
-                self._ahead[key] = (future, work)
+                outcome = self._outcomes[key] = Outcome()
+                self._ahead[key] = (outcome, work)
             if urgent and key in self._ahead:
                 self._urgent[key] = self._ahead.pop(key)
             self._start()
             if not self._threads:  # the system grants no thread
                 self._drop(key)
-        return future
+        return outcome
 
     def take(self, key: Hashable) -> Any:
         """Waits for the result of work that has begun. None if the work failed or does not exist. Work that has not
         begun is dropped."""
         with self._lock:
-            future = self._futures.get(key)
+            outcome = self._outcomes.get(key)
             self._drop(key)
         try:
-            return None if future is None else future.result()
+            return None if outcome is None else outcome.result()
         except Exception:
             return None
         finally:
             with self._lock:
-                if future is not None and future.done() and self._futures.get(key) is future:
-                    del self._futures[key]
+                if outcome is not None and outcome.done() and self._outcomes.get(key) is outcome:
+                    del self._outcomes[key]
 
     def drop(self, keys: Iterable[Hashable]) -> None:
         """Drops the work of these keys that has not begun."""
@@ -98,20 +98,18 @@ class Pool:
     def close(self) -> None:
         """No further work begins."""
         self._closed = True
-        self.drop(list(self._futures))
+        self.drop(list(self._outcomes))
 
     def _drop(self, key: Hashable) -> None:
         job = self._urgent.pop(key, None) or self._ahead.pop(key, None)
         if job is not None:
-            future = self._futures.pop(key)
-            future.cancel()
-            future.set_running_or_notify_cancel()  # without it `concurrent.futures.wait` waits for ever
+            self._outcomes.pop(key).set_exception(concurrent.futures.CancelledError())
 
     def _forget_oldest(self) -> None:
         """Drops the oldest results that nobody has taken, to make room for one more."""
-        done = (key for key, future in self._futures.items() if future.done())
-        for key in list(itertools.islice(done, max(0, len(self._futures) - MAX_AHEAD + 1))):
-            del self._futures[key]
+        done = (key for key, outcome in self._outcomes.items() if outcome.done())
+        for key in list(itertools.islice(done, max(0, len(self._outcomes) - MAX_AHEAD + 1))):
+            del self._outcomes[key]
 
     def _room(self) -> int:
         """How many threads the queued work may use."""
@@ -130,14 +128,12 @@ class Pool:
             if not queue or self._threads > self._room():
                 self._threads -= 1
                 return None
-            future, work = queue.pop(next(iter(queue)))
-            future.set_running_or_notify_cancel()
-            return future, work
+            return queue.pop(next(iter(queue)))
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            future, work = job
+            outcome, work = job
             try:
-                future.set_result(work())
+                outcome.set_result(work())
             except BaseException as error:
-                future.set_exception(error)
+                outcome.set_exception(error)

@@ -11,7 +11,6 @@ is started again.
 """
 
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -24,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, settings, toolchain
 from jax_splitk.runtime.cores import usable_cores as cores
+from jax_splitk.runtime.outcome import Outcome, join
 from jax_splitk.tuning import agreement, buckets, device, searches, siblings, store
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.entry import Entry
@@ -47,14 +47,14 @@ class Running:
     """A search in its thread.
 
     Attributes:
-      result: the future entry.
+      result: the entry, once there is one.
       awaited: whether somebody waits for it.
     """
 
     search: Search
     limit: int
     thread: threading.Thread
-    result: concurrent.futures.Future[Entry]
+    result: Outcome[Entry]
     awaited: bool = False
 
 
@@ -114,11 +114,11 @@ def tune(
         running.awaited = True
         while not running.result.done():
             _look_ahead()
-            concurrent.futures.wait([running.result], _WATCH_SECONDS)
+            running.result.wait(_WATCH_SECONDS)
             searches.state.progress.tick(key)
             if (found := _stuck()) is not None:
                 return _without(*found, awaited=running)
-        running.thread.join()  # it releases executables, in native code: see `_leave`
+        join(running.thread)  # it releases executables, in native code: see `_leave`
         del under_way[key, workspace_limit]
         return running.result.result()
     except (KeyboardInterrupt, RuntimeError) as error:
@@ -135,7 +135,7 @@ def tune(
 
 def _begin(key: Key, workspace_limit: int, old: Entry | None, seconds: float | None) -> Running:
     search = Search(key, workspace_limit, old, budget_seconds() if seconds is None else seconds)
-    result: concurrent.futures.Future[Entry] = concurrent.futures.Future()
+    result: Outcome[Entry] = Outcome()
 
     def work() -> None:
         try:
@@ -236,7 +236,7 @@ def give_up_ahead() -> None:
     for running in ahead:
         _give_up(running)
     for running in ahead:
-        running.thread.join(_LEAVE_SECONDS)
+        join(running.thread, _LEAVE_SECONDS)
 
 
 def _abandon(running: Running) -> None:
@@ -292,7 +292,7 @@ def _wait_for_abandoned() -> Candidate | None:
         elif (stuck := next((s for one in abandoned if (s := one.search.stuck()) is not None), None)) is not None:
             return stuck
         else:
-            abandoned[0].thread.join(_WATCH_SECONDS)
+            join(abandoned[0].thread, _WATCH_SECONDS)
     return None
 
 
@@ -305,6 +305,6 @@ def _leave() -> None:
             _abandon(running)
         _wait_for_abandoned()
         for thread in device.state.choosing:
-            thread.join()
+            join(thread)
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)

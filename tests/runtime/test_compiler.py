@@ -256,7 +256,7 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
 
 def finished(*sources: Source) -> None:
     """Waits until the workers have compiled what they were given."""
-    assert all(compiler.pool._futures[compiler.source_key(source)].exception(60) is None for source in sources)
+    assert all(compiler.pool._outcomes[compiler.source_key(source)].exception() is None for source in sources)
 
 
 def test_threads_that_want_each_others_sources_all_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -300,7 +300,7 @@ def test_what_was_compiled_ahead_is_there_when_it_is_asked_for(machine: Machine)
     machine.forget()
     compiler.compile_ahead([tiny(1)])
     assert compiler.compile_source(tiny(1)) == one, "from disk"
-    assert compiler.pool._futures == {}
+    assert compiler.pool._outcomes == {}
 
 
 def test_its_errors_are_for_whoever_asks(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

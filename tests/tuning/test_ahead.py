@@ -1,7 +1,6 @@
 """Kernels that are compiled before the lowering, or the search, that needs them: which, when and how often. No test
 here compiles: machine code is played."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
@@ -19,7 +18,7 @@ from jax_splitk.ops import lowering, tune
 from jax_splitk.problems.conv_epilogue import with_epilogue
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.problem import Problem
-from jax_splitk.runtime import _compat, compiler, pool, toolchain
+from jax_splitk.runtime import _compat, compiler, outcome, pool, toolchain
 from jax_splitk.runtime.source import Source
 from jax_splitk.runtime.target import DEFAULT_CUDA, target_for
 from jax_splitk.tuning import ahead, buckets, measurement, search, searches, select, store, tuner, worth, xla_choices
@@ -137,7 +136,7 @@ def test_where_the_platform_is_known_the_trace_begins(compilations: Compilations
 def test_a_look_at_a_trace_begins_nothing(compilations: Compilations) -> None:
     run, args = program(*CASES)
     assert len(jax_splitk.explain(run, args, platform="cuda").decisions) == 4
-    assert compiler.pool._futures == {}
+    assert compiler.pool._outcomes == {}
     lowered(run.trace(args))  # its trace is that of `explain`, which has taken note
     assert len(compilations.workers + compilations.here) == 4
 
@@ -171,7 +170,7 @@ def test_what_begins_is_what_would_be_lowered(what: str, count: int, compilation
         jax.jit(jax.vmap(lambda x, g: wgrad(x, g, case))).trace(x, g)
     else:
         jax.eval_shape(lambda x, g: wgrad(x, g, case), x, g)
-    begun = list(compiler.pool._futures)
+    begun = list(compiler.pool._outcomes)
     assert len(begun) == count
     own = compiler.source_key(choice.candidate.plan(case.problem()).source)
     assert (begun == [own]) is (what in ("config", "eval_shape"))
@@ -195,7 +194,7 @@ def test_over_several_devices_only_what_shard_map_has_divided_begins(
     assert devices > 1
     jax.eval_shape(run, x, g)
     own = compiler.source_key(source(case))
-    assert list(compiler.pool._futures) == [own] * count
+    assert list(compiler.pool._outcomes) == [own] * count
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -344,10 +343,10 @@ def test_a_miss_is_compiled_when_it_comes_to_be_measured(
     monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", "on_miss")
     run, args = program(*CASES)
     run.trace(args)
-    assert compiler.pool._futures == {}
+    assert compiler.pool._outcomes == {}
     lower(*(case.problem() for case in CASES))
     assert [key for key, _ in searches.state.queue] == KEYS
-    assert compiler.pool._futures == {}
+    assert compiler.pool._outcomes == {}
     played.during = lambda key: compilations.wait_for(*first_kernels(KEYS[1]))
     tuner.tune(KEYS[0])
 
@@ -617,7 +616,7 @@ def test_ctrl_c_gives_up_all_that_are_under_way(together: Together, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(concurrent.futures, "wait", interrupted)
+        patch.setattr(outcome.Outcome, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt), tuner.queued((key, LIMIT) for key in MANY):
             tuner.tune(MANY[0], LIMIT)
     assert (searches.state.running, searches.state.queue) == ({}, {})

@@ -1,6 +1,5 @@
 """What the user sees of tuning: the bar, the log in its place, the closing line, a step's sum, choices that flip."""
 
-import concurrent.futures
 import dataclasses
 import io
 import logging
@@ -18,6 +17,7 @@ from jax import numpy as jnp
 import jax_splitk
 from benchmarks.cases import Case
 from jax_splitk.kernels.cpu import wgrad as host
+from jax_splitk.runtime import outcome
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import bar, flips, progress, search, searches, store
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -224,16 +224,16 @@ def test_ctrl_c_closes_the_bar_and_says_so(terminal: Terminal, played: Any, monk
             held.wait(60)
         return run(this)
 
-    wait = concurrent.futures.wait
+    wait = outcome.Outcome.wait
 
-    def interrupted(futures: Any, timeout: float) -> Any:
+    def interrupted(this: outcome.Outcome[Any], seconds: float) -> bool:
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return wait(futures, timeout)
+        return wait(this, seconds)
 
     with monkeypatch.context() as patch:
         patch.setattr(search.Search, "run", second_waits)
-        patch.setattr(concurrent.futures, "wait", interrupted)
+        patch.setattr(outcome.Outcome, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             jax_splitk.tune_problems([key.problem for key in KEYS])
     held.set()

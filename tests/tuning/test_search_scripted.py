@@ -1,6 +1,5 @@
 """The search with scripted times: what may win, what ends it, what an old entry is worth, and its budget."""
 
-import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ import pytest
 from benchmarks.cases import Case
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
-from jax_splitk.runtime import compiler, toolchain
+from jax_splitk.runtime import compiler, outcome, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import device, entry, measure, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -474,7 +473,7 @@ def test_ctrl_c_ends_the_search(at_a_lock: bool, scripted: Any, monkeypatch: pyt
 
     script = scripted(us)
     with monkeypatch.context() as patch:
-        patch.setattr(concurrent.futures, "wait", interrupted)
+        patch.setattr(outcome.Outcome, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tuner.tune(key)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "jax_splitk-tuner"]
