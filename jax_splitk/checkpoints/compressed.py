@@ -16,7 +16,7 @@ def _schemes(module: Module) -> list[dict[str, Any]]:
 
 
 def _weights(module: Module) -> list[dict[str, Any]]:
-    """What the groups say about their weights."""
+    """The fields `weights` of the description's groups."""
     return [scheme["weights"] for scheme in _schemes(module) if isinstance(scheme.get("weights"), dict)]
 
 

@@ -4,8 +4,9 @@
 `g_idx` int32 [k], the group of each row. With 8 bits a word has 4 elements. Version 1 (`checkpoint_format` "gptq")
 stores the zero point minus 1, version 2 ("gptq_v2") the zero point.
 
-Version 1 stores the zero point 0 as 15. AutoGPTQ, and vLLM's kernels, read that as 16. GPTQModel subtracts and adds 1
-with a borrow or carry to the next zero point of the word, so that it reads what it wrote; its files name it.
+Version 1 stores the zero point 0 as 15. AutoGPTQ, and vLLM's kernels, read that as 16. GPTQModel subtracts 1
+from each zero point of a word when it writes, and adds 1 when it reads, with a borrow or carry to the next one: it gets
+the zero points that it had. The description of its checkpoints has its name in `meta`.
 """
 
 import functools

@@ -45,8 +45,9 @@ class WeightAxes:
 
 
 def unjoined(name: str, w: Any, activation: Any) -> Any:
-    """The packed weight of a JoinedWeight; another weight as it is. Raises ValueError, which names the argument, unless
-    the activation is known, and gated if and only if the weight is joined."""
+    """The packed weight of a JoinedWeight; another weight as it is. Raises ValueError, which names the argument, if the
+    activation is unknown, if it is gated and the weight is not joined, or if the weight is joined and it is not gated.
+    """
     accepted = (*ACTIVATIONS, *GATED)
     require(activation is None or activation in accepted, f"activation={activation!r}", f"None, {quoted(accepted)}")
     w, joined = unwrapped(w), None
