@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,13 +36,15 @@ from jax_splitk.layers.qwix import PackedQArray
 from jax_splitk.quantized.array import Weight
 from tests.problems import generator, on_device
 
-# orbax drops coroutines that it has not awaited where a restore fails.
+# Where a restore fails, orbax drops coroutines that it has not awaited, and tensorstore's threads go on to read.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def dropped_coroutines_end_here() -> Iterator[None]:
+def failed_restores_end_here() -> Iterator[None]:
+    """Otherwise their exceptions would count as those of a later test."""
     yield
+    time.sleep(0.2)  # tensorstore does not say when its reads have ended; they take milliseconds
     gc.collect()
 
 

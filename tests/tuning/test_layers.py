@@ -23,7 +23,7 @@ from jax_splitk.runtime import disk, settings
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning import agreement, measurement, once, search, select, store, table, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.entry import Entry, Measurement, whole
 from jax_splitk.tuning.key import key_for, problem_from_dict
 from jax_splitk.tuning.options import Options, current
 from tests.problems import generator
@@ -302,7 +302,10 @@ def test_a_frozen_miss_names_the_machines_that_a_cache_is_for(
     ):
         key = key_for(problem, target)
         assert disk.write(folder / key.file, entry_of(key, ONE).dumps().encode())
+        # An entry that cannot be read is passed over without a word: this says why.
+        assert whole(json.loads((folder / key.file).read_bytes())).key.environment == key.environment
     assert disk.write(cache / "tuning" / "v3-damaged" / "x.json", b"{")
+    assert len(store.elsewhere(key_for(problem, CPU))) == 1  # JAX_SPLITK_CACHE_PATH is not set yet
     monkeypatch.setenv("JAX_SPLITK_CACHE_PATH", str(tmp_path / "other"))
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
     told = f"a cache has it for {CPU.cores + 3} and for {CPU.cores + 5} CPU cores, here are {CPU.cores}, .*NPROC="
