@@ -32,7 +32,7 @@ def conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.nd
 def _conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.ndarray:
     groups = problem.feature_group_count
     with jax.enable_x64(True):
-        lhs, g = jnp.asarray(lhs, jnp.float64), jnp.asarray(g, jnp.float64)
+        lhs, g = np.asarray(lhs, np.float64), np.asarray(g, np.float64)
         # Zeros around the input, as far as any window reaches.
         pads = [(0, 0)]
         for size, out, k, stride, dilation, (low, _) in zip(
@@ -46,8 +46,9 @@ def _conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.n
         ):
             last = (out - 1) * stride + (k - 1) * dilation + 1 - low
             pads.append((low, max(0, last - size)))
-        lhs = jax.lax.pad(lhs, jnp.float64(0), [(lo, hi, 0) for lo, hi in [*pads, (0, 0)]])
-        columns = jnp.reshape(g, (-1, groups, problem.out_channels // groups))
+        lhs = lhs[tuple(slice(max(0, -low), None) for low, _ in pads)]
+        lhs = np.pad(lhs, [(max(low, 0), high) for low, high in [*pads, (0, 0)]])
+        columns = np.reshape(g, (-1, groups, problem.out_channels // groups))
         taps = []
         for tap in itertools.product(*map(range, problem.kernel_spatial)):
             window = tuple(

@@ -48,6 +48,17 @@ def seeded(salt: int) -> Iterator[np.random.Generator]:
         raise
 
 
+def differentiated(function: Callable[..., Any], operands: Sequence[Any], cotangent: Any) -> tuple[Any, Any]:
+    """(result, cotangents of the operands), from one program: outside jit, XLA compiles one for each equation."""
+
+    @jax.jit
+    def both(operands: Sequence[Any], cotangent: Any) -> tuple[Any, Any]:
+        result, pull = jax.vjp(function, *operands)
+        return result, pull(cotangent)
+
+    return both(operands, cotangent)
+
+
 def of_families(edges: Mapping[Any, Sequence[tuple[Any, ...]]]) -> list[Any]:
     """Test parameters: each family with each of its edges, whose last element is the name."""
     return [pytest.param(family, *edge, id=f"{family.name}-{edge[-1]}") for family in edges for edge in edges[family]]

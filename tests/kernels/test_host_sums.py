@@ -12,7 +12,7 @@ import jax_splitk
 from jax_splitk.kernels.cpu.passes import Config as ConvConfig
 from jax_splitk.kernels.cpu.quantized import Config as QuantizedConfig
 from jax_splitk.kernels.cpu.wgrad import Config
-from tests.problems import generator
+from tests.problems import generator, on_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host handlers run on the CPU")
 
@@ -44,9 +44,11 @@ def test_integers_are_exact_where_their_sum_is(config: Config, groups: int, dtyp
     """The terms are 2^24, zeros, and an even number of ones: in a single float32 the ones would be rounded away."""
     ones = 3072
     column = np.concatenate([[4096.0], np.zeros(6000), np.ones(ones)])
-    x = jnp.asarray(np.tile(column[None, :, None], (1, 1, groups)), dtype)
-    first = jnp.ones_like(x).at[:, 0].set(4096)
-    np.testing.assert_array_equal(wgrad(x, first, groups, config=config), 2.0**24 + ones)
+    x = np.tile(column[None, :, None], (1, 1, groups))
+    first = np.ones_like(x)
+    first[:, 0] = 4096
+    operands = (on_device(each, dtype) for each in (x, first))
+    np.testing.assert_array_equal(wgrad(*operands, groups, config=config), 2.0**24 + ones)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

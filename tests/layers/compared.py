@@ -9,6 +9,7 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from tests.problems import on_device
 
 
 def relative(y: Any, exact: Any) -> float:
@@ -41,6 +42,6 @@ def filled(shapes: Any, rng: Any) -> Any:
 
     def one(path: Any, leaf: Any) -> jax.Array:
         center = float("scale" in jax.tree_util.keystr(path))
-        return jnp.asarray(center + rng.standard_normal(leaf.shape) / 8, leaf.dtype)
+        return on_device(center + rng.standard_normal(leaf.shape) / 8, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(one, shapes)

@@ -24,7 +24,7 @@ from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 from tests.convolutions import NHWC, Conv
-from tests.problems import generator, on_device
+from tests.problems import differentiated, generator, on_device
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these are the CPU's paths")
 
@@ -66,17 +66,18 @@ def in_lax(conv: Conv, activation: Any, last: bool, dtype: Any) -> Callable[...,
 def test_values_and_gradients_are_float64s(activation: Any, last: bool, conv: Conv, dtype: str) -> None:
     """Each cotangent has its operand's dtype. The bias stays float32."""
     x, w, residual = conv.normals(generator(200), dtype)
-    w = w / 4
+    w = on_device(np.asarray(w, np.float32) / 4, dtype)
     bias = on_device(generator(201).standard_normal(conv.channels[1]), jnp.float32)
     cotangent = on_device(generator(202).standard_normal(conv.g_shape), dtype)
     epilogue = {"activation": activation, "activation_last": last}
     ours = lambda x, w, b, r: conv.ours(x, w, bias=b, residual=r, **epilogue)  # noqa: E731
     operands = (x, w, bias, residual)
     with jax.enable_x64(True):
-        exact, pull = jax.vjp(in_lax(conv, activation, last, jnp.float64), *operands)
-        wanted = [np.asarray(z, np.float64) for z in (exact, *pull(cotangent.astype(jnp.float64)))]
-    out, pull = jax.vjp(jax.jit(ours), *operands)
-    got = (out, *pull(cotangent))
+        wide = np.asarray(cotangent, np.float64)
+        exact, gradients = differentiated(in_lax(conv, activation, last, jnp.float64), operands, wide)
+        wanted = [np.asarray(z, np.float64) for z in (exact, *gradients)]
+    out, gradients = differentiated(ours, operands, cotangent)
+    got = (out, *gradients)
     assert [z.dtype for z in got] == [out.dtype, *(z.dtype for z in operands)] and out.dtype == dtype
     # Several roundings to the result's dtype: XLA computes all of it.
     tolerance = 1e-5 if dtype == "float32" else 3 * 2**-8

@@ -1,5 +1,6 @@
 """`matmul` and `dot_general` with a bias, an activation and a residual: values, transformations, errors."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from jax_splitk.problems import dot_reference, random_operands
 from jax_splitk.problems.dot_general import DotProblem
 from tests import dots
 from tests.exhaustive import crossed
-from tests.problems import SEED, on_device
+from tests.problems import SEED, differentiated, on_device, together
 
 NONE = ((), ())
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -64,18 +65,17 @@ def test_values_and_gradients_are_plain_jaxs(activation: str, dtype: str) -> Non
 
     operands = (x, w, bias, residual)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2**-7, "atol": 2**-6}
-    (out, pull), (wanted, wanted_pull) = (jax.vjp(f, *operands) for f in (ours, theirs))
+    (out, got), (wanted, expected) = (differentiated(f, operands, cotangent.astype(dtype)) for f in (ours, theirs))
     assert out.dtype == dtype
     as_numbers = lambda z: np.asarray(z, np.float32)  # noqa: E731
     for value in (out, ours(*operands)):  # differentiated or not
         np.testing.assert_allclose(as_numbers(value), as_numbers(wanted), **tolerance)
-    got, expected = pull(cotangent.astype(dtype)), wanted_pull(cotangent.astype(dtype))
     assert [z.dtype for z in got] == [z.dtype for z in operands]
     for one, other in zip(got, expected, strict=True):
         difference = np.linalg.norm(as_numbers(one) - as_numbers(other))
         assert difference <= tolerance["rtol"] * np.linalg.norm(as_numbers(other))
     moved = (x, w, 2 * bias, residual)
-    (_, tangent), (_, wanted) = (jax.jvp(f, operands, moved) for f in (ours, theirs))
+    (_, tangent), (_, wanted) = (jax.jit(functools.partial(jax.jvp, f))(operands, moved) for f in (ours, theirs))
     difference = np.linalg.norm(as_numbers(tangent) - as_numbers(wanted))
     assert difference <= tolerance["rtol"] * np.linalg.norm(as_numbers(wanted))
 
@@ -112,13 +112,14 @@ def test_vmap_of_every_operand(over: str) -> None:
     def theirs(x: jax.Array, y: jax.Array, bias: jax.Array, residual: jax.Array) -> jax.Array:
         return jax.nn.relu(jnp.einsum("pbmk,bkn->bpmn", x, y) + bias) + residual
 
-    plain = [on_device(rng.integers(-3, 4, shape), jnp.float32) for shape in shapes]
+    plain = [rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
     np.testing.assert_array_equal(ours(*plain), theirs(*plain))
     for axes in itertools.product((None, 0), (None, -1), (None, 0), (None, 1)):
         if set(axes) == {None}:
             continue
-        mapped = [z if axis is None else jnp.stack([z, 1 - z], axis) for z, axis in zip(plain, axes, strict=True)]
-        np.testing.assert_array_equal(jax.vmap(ours, axes)(*mapped), jax.vmap(theirs, axes)(*mapped), str(axes))
+        mapped = [z if axis is None else np.stack([z, 1 - z], axis) for z, axis in zip(plain, axes, strict=True)]
+        found = together([jax.vmap(function, axes) for function in (ours, theirs)], *mapped)
+        np.testing.assert_array_equal(*found, str(axes))
 
 
 def test_mapped_products_stay_one_product() -> None:

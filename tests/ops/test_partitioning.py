@@ -51,7 +51,8 @@ def partitioned(kind: str = "shardy") -> Iterator[Callable[..., Any]]:
     jax.config.update("jax_use_shardy_partitioner", kind != "gspmd")
     try:
         with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
-            yield lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+            # From the host: XLA would compile a program that cuts an array of a device.
+            yield lambda x, *spec: jax.device_put(jax.tree.map(np.asarray, x), NamedSharding(mesh, P(*spec)))
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
 

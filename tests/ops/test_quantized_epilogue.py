@@ -25,7 +25,7 @@ from jax_splitk.tuning.options import current
 from jax_splitk.tuning.select import select
 from tests import float64, products
 from tests.exhaustive import thinned
-from tests.problems import SEED, generator, on_device, together
+from tests.problems import SEED, differentiated, generator, on_device, together
 from tests.products import GATED, Case, error, exact_epilogue, exact_weight, integers, with_epilogue
 
 PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -76,7 +76,8 @@ def test_the_reference_is_float64s(case: Case) -> None:
     product = dataclasses.replace(problem.product, out_dtype="float32")
     one = np.eye(problem.k, dtype=np.float32)
     whole = dataclasses.replace(product, rows=problem.k, x_dtype="bfloat16")
-    w = np.asarray(OPERATIONS[product.op].reference(whole, one.astype(jnp.bfloat16), *operands[1:own]), np.float64)
+    reference = jax.jit(functools.partial(OPERATIONS[product.op].reference, whole))
+    w = np.asarray(reference(one.astype(jnp.bfloat16), *operands[1:own]), np.float64)
     sums = np.asarray(operands[0], np.float64) @ w
     named = dict(zip([n for n in ("bias", "residual") if getattr(case, n) != "none"], operands[own:], strict=True))
     exact = with_epilogue(case, sums, **{name: np.asarray(x, np.float64) for name, x in named.items()})
@@ -206,23 +207,24 @@ def test_values_and_gradients_are_plain_jaxs(activation: str) -> None:
         of = [value(dataclasses.replace(q, scale=scale)) for q, scale in zip(qs, scales, strict=True)]
         sums = [jnp.matmul(x.astype(jnp.float32), w, precision="highest") for w in of]
         # As the product is kept for the gradient. Otherwise relu's derivative differs where sum and bias cancel.
-        sums = [z.astype(jnp.bfloat16).astype(jnp.float32) for z in sums]
+        sums = [jax.lax.reduce_precision(z, 8, 7) for z in sums]
         sums = [z + b for z, b in zip(sums, bias if gated else [bias], strict=True)]
         function = JAX[activation] if gated else PLAIN.get(activation, lambda z: z)
         return (function(*sums) + residual).astype(jnp.bfloat16)
 
     operands = (x, bias, residual, *scales)
-    (out, pull), (wanted, wanted_pull) = (jax.vjp(f, *operands) for f in (ours, theirs))
+    cotangent = normal(3, 4, FEATURES, dtype="bfloat16", seed=9)
+    (out, got), (wanted, expected), (_, again) = (
+        differentiated(f, operands, cotangent) for f in (ours, theirs, jax.checkpoint(ours))
+    )
     near(out, wanted)
     near(ours(*operands), wanted)
-    cotangent = normal(3, 4, FEATURES, dtype="bfloat16", seed=9)
-    again = jax.vjp(jax.checkpoint(ours), *operands)[1](cotangent)
-    for one, other, third in zip(pull(cotangent), wanted_pull(cotangent), again, strict=True):
+    for one, other, third in zip(got, expected, again, strict=True):
         assert one.dtype == other.dtype
         near(one, other)
         near(third, other)
     moved = tuple(normal(*z.shape, dtype=z.dtype.name, seed=20 + i) for i, z in enumerate(operands))
-    near(*(jax.jvp(f, operands, moved)[1] for f in (ours, theirs)))
+    near(*(jax.jit(functools.partial(jax.jvp, f))(operands, moved)[1] for f in (ours, theirs)))
 
 
 def near(one: Any, other: Any) -> None:
@@ -252,14 +254,14 @@ def test_vmap_of_every_operand(gated: bool) -> None:
     for axes in [(1, None, None, None), (0, None, None, 1), (None, None, 0, None), (None, None, None, 0),
                  (0, None, 0, 0), (0, 0, 0, 0), (None, 0, None, None)]:  # fmt: skip
         mapped = [
-            z if axis is None else jnp.stack([z, z + 1], axis)
+            z if axis is None else jax.device_put(np.stack([z, np.asarray(z) + 1], axis))
             for z, axis in zip(plain, (axes[0], *axes[2:]), strict=True)
         ]
-        stack = w if axes[1] is None else jax.tree.map(lambda z: jnp.stack([z, z]), w)
+        stack = w if axes[1] is None else jax.tree.map(lambda z: jax.device_put(np.stack([z, z])), w)
         found = jax.jit(jax.vmap(ours, axes))(mapped[0], stack, *mapped[1:])
         for i in range(2):
             one = [
-                z if axis is None else jnp.take(z, i, axis)
+                z if axis is None else np.take(np.asarray(z), i, axis)
                 for z, axis in zip(mapped, (axes[0], *axes[2:]), strict=False)
             ]
             near(found[i], ours(one[0], w, *one[1:]))

@@ -260,7 +260,7 @@ def over(kind: str, **axes: int) -> Iterator[Callable[..., Any]]:
     """How to put an array, or a weight, on a mesh by its axes."""
     mesh = mesh_of(AxisType.Explicit if kind == "explicit" else AxisType.Auto, **axes)
     with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
-        yield lambda x, *spec: jax.device_put(x, shardings(x, NamedSharding(mesh, P(*spec))))
+        yield lambda x, *spec: jax.device_put(jax.tree.map(np.asarray, x), shardings(x, NamedSharding(mesh, P(*spec))))
 
 
 def moves_no_weight(found: set[str]) -> bool:
