@@ -256,7 +256,8 @@ def test_many_threads_compile_a_source_once(machine: Machine, monkeypatch: pytes
 
 def finished(*sources: Source) -> None:
     """Waits until the workers have compiled what they were given."""
-    assert all(compiler.pool._outcomes[compiler.source_key(source)].exception() is None for source in sources)
+    outcomes = [compiler.pool._outcomes[compiler.source_key(source)] for source in sources]
+    assert all(outcome.wait(60) and outcome.exception() is None for outcome in outcomes)
 
 
 def test_threads_that_want_each_others_sources_all_end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ def test_results_and_errors() -> None:
     assert not one.done()
     assert not one.wait(0.001)
     threading.Timer(0.05, one.set_result, (3,)).start()
+    assert one.wait(60)
     assert (one.result(), one.exception(), one.done(), one.wait(0)) == (3, None, True, True)
     other: Outcome[int] = Outcome()
     other.set_exception(ValueError("no"))
@@ -32,7 +33,7 @@ def test_many_wait() -> None:
     one: Outcome[str] = Outcome()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(one.result) for _ in range(8)]
-        one.set_result("done")
+        threading.Timer(0.05, one.set_result, ("done",)).start()
         assert [each.result(60) for each in waiting] == ["done"] * 8
 
 
@@ -75,7 +76,7 @@ def test_ctrl_c_in_a_wait_leaves_no_lock_taken(comes: bool) -> None:
             setter.start()
             setter.join(60)
             assert not setter.is_alive()
-        assert one.result() == moment
+        assert one.done() and one.result() == moment
         if not was_interrupted:
             return
     raise AssertionError("a wait has fewer moments")
@@ -88,7 +89,7 @@ def test_a_thread_is_waited_for() -> None:
     join(thread, 0.05)
     assert thread.is_alive() and time.monotonic() - begun >= 0.05
     threading.Timer(0.05, may_end.set).start()
-    join(thread)
+    join(thread, 60)
     assert not thread.is_alive()
 
 
@@ -106,4 +107,5 @@ def test_ctrl_c_does_not_make_a_thread_end() -> None:
         signal.signal(signal.SIGINT, before)
     assert thread.is_alive()
     may_end.set()
-    join(thread)
+    join(thread, 60)
+    assert not thread.is_alive()
