@@ -15,7 +15,7 @@ from jax_splitk.problems.dot_reference import lax_dot_general
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.random_operands import Stretches
 from jax_splitk.quantized.array import differences, scaled
-from jax_splitk.quantized.formats import FORMATS, from_codes, to_float32
+from jax_splitk.quantized.formats import FORMATS, from_4_bits, from_codes, to_float32
 from jax_splitk.quantized.packing import pack_groups, unpack_codes, unpack_groups
 
 
@@ -208,8 +208,7 @@ def _differences(layout: Layout, leaves: Leaves) -> jax.Array:
     """q - zero_point, [k, features] in float32."""
     values, _, zero_point, _ = leaves
     fmt = FORMATS[layout.qtype]
-    if layout.version is not None:
-        values = from_codes(fmt, unpack_codes(fmt, values, layout.shape))
+    values = from_4_bits(values) if layout.version is None else from_codes(fmt, unpack_codes(fmt, values, layout.shape))
     return differences(fmt, values, None if zero_point is None else _groups(layout, zero_point))
 
 

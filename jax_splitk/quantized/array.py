@@ -22,6 +22,7 @@ from jax_splitk.quantized.formats import (
     QType,
     as_bytes,
     format_of,
+    from_4_bits,
     from_bytes,
     nearest,
     rounded_up,
@@ -405,7 +406,7 @@ def dequantize(q: Any, dtype: DTypeLike | None = None) -> jax.Array:
 
 @one_computation(1)
 def _dequantize(q: QuantizedArray, dtype: str) -> jax.Array:
-    difference = differences(FORMATS[str(q.qtype)], q.qvalue, q.zero_point)
+    difference = differences(FORMATS[str(q.qtype)], from_4_bits(q.qvalue), q.zero_point)
     return scaled(difference, _effective(q.scale, q.channel_scale)).astype(dtype)
 
 
@@ -418,7 +419,7 @@ def _effective(scale: jax.Array, channel_scale: jax.Array | None) -> jax.Array:
 def differences(fmt: Format, qvalue: jax.Array, zero_point: jax.Array | None) -> jax.Array:
     """qvalue - zero_point in float32."""
     value = values(fmt, qvalue)
-    return value if zero_point is None else over_tiles(jnp.subtract, value, zero_point.astype(jnp.float32))
+    return value if zero_point is None else over_tiles(jnp.subtract, value, from_4_bits(zero_point).astype(jnp.float32))
 
 
 def scaled(difference: jax.Array, scale: jax.Array) -> jax.Array:

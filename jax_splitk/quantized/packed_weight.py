@@ -27,11 +27,11 @@ from jax_splitk.quantized.formats import (
     FORMATS,
     SCALE_DTYPES,
     as_bytes,
+    from_4_bits,
     from_bytes,
     from_codes,
-    narrowed,
+    to_4_bits,
     to_codes,
-    widened,
 )
 from jax_splitk.quantized.matrix import contracted_axes, features_of, from_matrix, group_tile, matrix_shape, to_matrix
 from jax_splitk.quantized.packing import (
@@ -315,7 +315,7 @@ def _prepack(q: QuantizedArray, contracted: tuple[int, ...]) -> PackedWeight:
 
     zero_dtype = zero_point = None
     if spread.zero_point is not None:
-        zero_dtype, zero_point = spread.zero_point.dtype.name, widened(spread.zero_point)
+        zero_dtype, zero_point = spread.zero_point.dtype.name, from_4_bits(spread.zero_point)
         if not jnp.issubdtype(zero_point.dtype, jnp.floating):
             byte = q.scale.dtype.name in BYTE_SCALES
             zero_point = zero_point.astype(jnp.bfloat16 if byte else q.scale.dtype)  # exact: integers of 8 bits
@@ -377,7 +377,7 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     if channel_scale is not None:
         ones = [1 if i in contracted else n for i, n in enumerate(dims)]
         channel_scale = from_matrix(unpack_groups(channel_scale, 1, features), ones, contracted)
-    zero_point = None if packed.zero_point is None else narrowed(of_groups(packed.zero_point), packed.zero_dtype)
+    zero_point = None if packed.zero_point is None else to_4_bits(of_groups(packed.zero_point), packed.zero_dtype)
     codes = from_matrix(unpack_codes(fmt, packed.words, packed.matrix), dims, contracted)
     return QuantizedArray(from_codes(fmt, codes), of_groups(packed.scale), zero_point, fmt.name, channel_scale)
 
