@@ -81,11 +81,9 @@ struct FewRows : TileKernel {
     }
   }
 
-  __device__ void leave() const {
-    if constexpr (SPLITS > 1) {
-      __syncwarp();
-      cluster_arrive_relaxed();
-    }
+  // Before the loop: the producers have nothing to wait for.
+  __device__ void join() const {
+    if constexpr (SPLITS > 1) cluster_arrive_relaxed();
   }
 
   // A lane's sums of a unit: columns l/4 and l/4 + 8 of W, each for rows 2 * (l%4) of X and the next.

@@ -44,7 +44,8 @@ struct TileKernel {
   __device__ void advance() const {}
   // Called by each thread of the consumers, with its number among these, while the first stages are loaded.
   __device__ void prepare(Shared&, int) const {}
-  // Called by the producer's warpgroup at its end.
+  // Called by the producer's warpgroup after the first loads, and at its end.
+  __device__ void join() const {}
   __device__ void leave() const {}
 };
 
@@ -98,6 +99,7 @@ __device__ __forceinline__ void run_tile(Kernel kernel) {
   split_roles<TileRoles>(
       warp,
       [&](int) {
+        kernel.join();
         if (warp < LOADERS && elect_one())
           fill<false>(kernel, stages, shared_address(&pipeline), warp, true, STAGES, count - STAGES);
         kernel.leave();
