@@ -1,9 +1,11 @@
 """Passes of unusual convolutions, drawn by a seed: jax_splitk against XLA by kind. See README.md beside this file.
 
-python -m benchmarks.kinds [--cases KIND_PASS_OR_NAME ...] [--quick] [--json FILE] [--implementation cutlass]
+python -m benchmarks.kinds [--seed N] [--draws N] [--cases KIND_PASS_OR_NAME ...] [--quick] [--json FILE]
 """
 
+import argparse
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import conv
-from benchmarks.against_xla import Result
+from benchmarks.against_xla import Benchmark, Result
 from benchmarks.conv_cases import ALL, Case
 from benchmarks.report import percent
 
@@ -156,7 +158,7 @@ def drawn(seed: int = SEED, draws: int = DRAWS) -> Iterator[Case]:
             yield from (dataclasses.replace(case, which=which) for which in ALL)
 
 
-def summary(results: Sequence[Result]) -> tuple[dict[str, Any], list[str]]:
+def summary(results: Sequence[Result], seed: int) -> tuple[dict[str, Any], list[str]]:
     """For each kind, the geometric mean and the least of XLA's time over ours, the geometric mean of our share of the
     floor's rate, and the share of passes that are near the floor."""
     found, lines = {}, list[str]()
@@ -171,17 +173,25 @@ def summary(results: Sequence[Result]) -> tuple[dict[str, Any], list[str]]:
             line += f"; {percent(figures['of_floor'])} of the floor, {percent(figures['near'])} near it"
         found[kind] = figures
         lines.append(line)
-    return {"seed": SEED, "summary": found}, lines
+    return {"seed": seed, "summary": found}, lines
 
 
-BENCHMARK = dataclasses.replace(
-    conv.BENCHMARK,
-    name="kinds",
-    about="Passes of unusual convolutions, drawn by a seed",
-    cases=tuple(drawn()),
-    summary=summary,
-)
-main = BENCHMARK.main
+def benchmark(seed: int, draws: int) -> Benchmark:
+    return dataclasses.replace(
+        conv.BENCHMARK,
+        name="kinds",
+        about="Passes of unusual convolutions, drawn by a seed (--seed N, --draws N of each kind)",
+        cases=tuple(drawn(seed, draws)),
+        summary=functools.partial(summary, seed=seed),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    own, others = parser.parse_known_args(argv)
+    return benchmark(own.seed, own.draws).main(others)
 
 
 if __name__ == "__main__":

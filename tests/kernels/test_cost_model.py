@@ -60,7 +60,7 @@ def test_a_damaged_file_of_rates_is_said(
 def rows_and_trees() -> tuple[np.ndarray, forest.Forest]:
     trees, _ = forest.read(cost_model.FOLDER / cost_model.RESIDUAL)
     rng = np.random.default_rng(0)
-    features = cost_model.CONFIG_NUMBERS + cost_model.PROBLEM_NUMBERS + 26
+    features = cost_model.CONFIG_NUMBERS + cost_model.PROBLEM_NUMBERS + cost_model.ALIGNMENTS + 26
     return rng.uniform(0, 100, (50, features)).astype(np.float32), trees
 
 

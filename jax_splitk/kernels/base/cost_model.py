@@ -45,6 +45,7 @@ _MEMORY_SHARES = {
 # The uncertainty of a family without measurements.
 UNKNOWN = 0.3
 CONFIG_NUMBERS, PROBLEM_NUMBERS = 11, 10  # fields that the residual sees
+ALIGNMENTS, MOST_ALIGNED = 4, 64  # see `alignments`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +226,7 @@ def features(family: int, problem: Problem, configs: Sequence[Any], of: Spent, t
         w["rows"] / np.maximum(w["l2_bytes"], 1),
         np.full(count, moved),
         np.full(count, float(family)),
-        *np.broadcast_to(np.array(_problem_numbers(problem))[:, None], (PROBLEM_NUMBERS, count)),
+        *np.broadcast_to(np.array(_problem_numbers(problem))[:, None], (PROBLEM_NUMBERS + ALIGNMENTS, count)),
         *np.array([_config_numbers(config) for config in configs]).reshape(count, CONFIG_NUMBERS).T,
     ]
     return np.array(rows, dtype=np.float32).T
@@ -263,7 +264,21 @@ def _problem_numbers(problem: Problem) -> list[float]:
         of += [item(p.dtype), item(p.out_dtype), p.batch, math.prod(p.lhs_dilation) * math.prod(p.rhs_dilation)]
     else:
         of = []
-    return [float(value) for value in of] + [0.0] * (PROBLEM_NUMBERS - len(of))
+    return [float(value) for value in of] + [0.0] * (PROBLEM_NUMBERS - len(of)) + alignments(problem)
+
+
+def alignments(problem: Problem) -> list[float]:
+    """The largest power of two, 64 at most, that divides each of a problem's inner sizes. Kernels, XLA's too, pad other
+    sizes, and load them by smaller pieces."""
+    if isinstance(problem, ConvProblem):
+        sizes = (problem.in_channels, problem.out_channels, *problem.group_channels)
+    elif isinstance(problem, QuantizedMatmulProblem):
+        sizes = (problem.features, problem.k)
+    elif isinstance(problem, DotProblem | RaggedDotProblem | QuantizedRaggedDotProblem):
+        sizes = (problem.n, problem.k)
+    else:
+        sizes = ()
+    return [float(min(size & -size, MOST_ALIGNED)) for size in sizes] + [0.0] * (ALIGNMENTS - len(sizes))
 
 
 @dataclasses.dataclass(frozen=True)

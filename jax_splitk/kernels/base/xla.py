@@ -101,14 +101,14 @@ def learned(folder: pathlib.Path) -> Learned:
 
 
 def rows(problems: Sequence[tuple[Problem, Features]], kinds: Sequence[str]) -> np.ndarray:
-    """The trees' input for each problem: the operation's number, the roofline, the sizes, and a flag for each of these
-    kinds."""
+    """The trees' input for each problem: the operation's number, the roofline, the sizes, a flag for each of these
+    kinds, and alignments."""
     found = []
     for problem, of in problems:
         sizes = [*of.sizes.values(), *[0.0] * SIZES][:SIZES]
-        found.append(
-            [float(_OPERATIONS.index(problem.op)), of.floor * 1e6, *sizes, *(kind in of.kinds for kind in kinds)]
-        )
+        flags = (kind in of.kinds for kind in kinds)
+        operation = float(_OPERATIONS.index(problem.op))
+        found.append([operation, of.floor * 1e6, *sizes, *flags, *cost_model.alignments(problem)])
     return np.array(found, dtype=np.float32)
 
 
