@@ -302,7 +302,7 @@ def conv_general_dilated(
         of the output is converted to compute_dtype.
       bias: added to the convolution: [output features], of a real floating dtype. None: nothing is added.
       activation: "relu", "gelu" (`jax.nn.gelu`, by tanh), "gelu_exact" (the same with approximate=False), "silu".
-        None: none.
+        None: no activation.
       residual: added last, of the result's shape and a real floating dtype. None: nothing is added.
       activation_last: whether the residual is added before the activation, as in a ResNet.
       config: as in `conv_wgrad`, for the weight gradient; under vmap for that of the one convolution of the batch.

@@ -179,7 +179,8 @@ def routed(problems: Mapping[Problem, int], target: Target) -> list[Decision]:
 
 
 def _with_copy(shown: Decision | None, target: Target) -> Decision | None:
-    """The decision for a product of a stack's slice, with the copy of the slice in XLA's time; others as they are."""
+    """Adds the time to copy a slice out of its stack to XLA's time, in the decision for a product with the slice.
+    Leaves decisions for other operations as they are."""
     if shown is None or shown.family is None or not isinstance(shown.problem, DotProblem):
         return shown
     rates = cost_model.rates(target.platform, target.device_kind)

@@ -82,7 +82,7 @@ def quantized_matmul(
       activation: "relu", "gelu" (`jax.nn.gelu`, by tanh), "gelu_exact" (with approximate=False) or "silu". Or a gated
         one of a JoinedWeight, of x @ gate and x @ up: "swiglu" (silu(gate) * up), "geglu" (gelu(gate) * up), or
         "swigluoai", gpt-oss's: gate * sigmoid(1.702 * gate) * (up + 1), with the gate at most 7 and up from -7 to 7.
-        None: none.
+        None: no activation.
       residual: added last, of the result's shape. None: nothing is added.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.

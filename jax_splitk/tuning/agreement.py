@@ -81,8 +81,8 @@ def agree(key: Key, workspace_limit: int, decide: Callable[[], Entry | None]) ->
 def obstacle(key: Key, chosen: Candidate, own: str | None) -> str | None:
     """What keeps any process of the job from using the kernel that was chosen for the key; None if nothing does.
 
-    Each process asks once for each kernel, and says what keeps itself (`own`). Where not all of them ask, the answer is
-    `own`. Kernels that differ only in their epilogue have one key.
+    Each process asks once for each kernel. `own` is what keeps this process from using the kernel, and the answer where
+    not all processes ask. Kernels that differ only in their epilogue have one key.
     """
     client, process, processes = _compat.distributed()
     if client is None or processes == 1 or key.digest in once.state.stopped_agreeing:

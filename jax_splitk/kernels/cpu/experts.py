@@ -26,7 +26,7 @@ class ExpertsHost(PackedHost):
         return Product(*sizes, **division, **DECODING, more_blocks=more)
 
     def product(self, problem: QuantizedRaggedDotProblem, config: Config) -> Product:
-        """The product of all rows, with a last block for each group."""
+        """The product of all rows. Each group may end with a block of fewer rows."""
         return self._product(problem, config, problem.m, 1, problem.groups)
 
     def estimate(self, problem: QuantizedRaggedDotProblem, config: Config, target: Target) -> float:

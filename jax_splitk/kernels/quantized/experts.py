@@ -78,7 +78,8 @@ class _Tiles(tiled.Tiled):
         return super().fixed_bytes(problem, config) + self.table_bytes
 
     def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> int:
-        """3 of the smallest tiles, too: a few experts have few tiles, of which most then run at a time."""
+        """Allows 3 thread blocks of the smallest tile: a few experts have few tiles, and then most of them run at a
+        time."""
         smallest = config.warpgroups == 1 and config.tile_n == tiled.TILES_N[0]
         if smallest and config.stages <= self.max_stages(problem, config, 3):
             return 3
