@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from jax_splitk.tuning.options import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Result(Measured):
-    """One case's figures. The figures of a case. Errors are relative, against float64 unless a benchmark says
+    """The figures of a case. Errors are relative, against float64 unless a benchmark says
     otherwise."""
 
     xla: timing.Timing
@@ -110,6 +111,8 @@ class Benchmark:
             return 0
         if options.quick and not on_gpu():
             selected = [self.shrunk(case) for case in selected]
+        if on_gpu() and options.implementation == "auto" and os.environ.get("JAX_SPLITK_AUTOTUNE") != "off":
+            _tune_together(selected)
         results, failures = self._run_all(selected, options)
         if results:
             say("\n" + self.table(results) + "\n")
@@ -165,6 +168,15 @@ class Benchmark:
     def table(self, results: Sequence[Any]) -> str:
         """The results as a Markdown table."""
         return report.markdown([[*self.columns], *([cell(r) for cell in self.columns.values()] for r in results)])
+
+
+def _tune_together(cases: Sequence[Any]) -> None:
+    """Tunes the cases' problems that no cache has. While one is measured, the next ones' kernels are compiled, which is
+    several times as fast as case by case."""
+    try:
+        jax_splitk.tune_problems([case.problem() for case in cases])
+    except (RuntimeError, ValueError) as failed:
+        say(f"tuning: {failed}; what is left is tuned case by case")
 
 
 def error(value: float | None) -> str:

@@ -6,8 +6,10 @@ import pathlib
 import jax
 import pytest
 
-from benchmarks import conv, conv_cases, conv_epilogues
+import jax_splitk
+from benchmarks import against_xla, conv, conv_cases, conv_epilogues
 from jax_splitk import kernels
+from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA
 
 pytestmark = [
@@ -43,6 +45,35 @@ def test_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "strided: XLA/ours" in capsys.readouterr().out
     figures = report["summary"]["strided"]
     assert figures["least"] <= figures["mean"] and figures["goal"] == 1.4
+
+
+@pytest.mark.parametrize(("mode", "arguments", "tuned"), [(None, (), 2), ("off", (), 0), (None, ("cutlass",), 0)])
+def test_a_gpus_problems_are_tuned_together_first(
+    mode: str | None,
+    arguments: tuple[str, ...],
+    tuned: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A failure there does not end the run."""
+    asked: list[Problem] = []
+
+    def tune(problems: list[Problem]) -> None:
+        asked.extend(problems)
+        raise RuntimeError("XLA cannot compute it")
+
+    monkeypatch.setattr(against_xla, "on_gpu", lambda: True)
+    monkeypatch.setattr(jax_splitk, "tune_problems", tune)
+    monkeypatch.setattr(against_xla.Benchmark, "_run_all", lambda *_: ([], {}))
+    if mode is None:
+        monkeypatch.delenv("JAX_SPLITK_AUTOTUNE", raising=False)
+    else:
+        monkeypatch.setenv("JAX_SPLITK_AUTOTUNE", mode)
+    chosen = [case.name for case in conv_cases.CONV_CASES[:2]]
+    more = [word for name in arguments for word in ("--implementation", name)]
+    assert conv.main(["--cases", *chosen, *more]) == 0
+    assert asked == [case.problem() for case in conv_cases.CONV_CASES[:tuned]]
+    assert ("tuning: XLA cannot compute it" in capsys.readouterr().out) == bool(tuned)
 
 
 def test_a_run_with_epilogues(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
