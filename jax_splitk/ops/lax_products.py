@@ -14,7 +14,10 @@ from jax_splitk.quantized.formats import FORMATS
 from jax_splitk.runtime import _compat
 
 # What moves or repeats elements but does not change them.
-_MOVES = ("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim")
+_MOVES = (
+    *("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim"),
+    "optimization_barrier",  # in `dequantize`
+)
 _SCALES, _SHIFTS = ("mul", "div"), ("sub", "add")
 
 

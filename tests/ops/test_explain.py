@@ -398,8 +398,11 @@ def test_plain_products_with_quantized_arguments_are_listed() -> None:
     a_group, a_channel = {"rows": 16, "qtype": "int4", "group_size": 64}, {"group_size": 256, "scale_dtype": "bfloat16"}
     by_output = lambda x, q, s: (x @ q.astype(x.dtype)) * s[0].astype(x.dtype)  # noqa: E731
     layers = lambda x, q, s: lax.scan(lambda x, w: (jnp.tile(x @ dequantized(*w), 2), None), x, (q, s))[0]  # noqa: E731
-    cases: tuple[tuple[Any, tuple[jax.Array, ...], dict[str, Any]], ...] = (
+    weights = [jax_splitk.QuantizedArray(q, scale, zero_point, "int4") for zero_point in (None, zero)]
+    library = lambda x, w: x @ jax_splitk.dequantize(w, jnp.bfloat16)  # noqa: E731
+    cases: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
         (lambda x, q, s: x @ dequantized(q, s), (q, scale), a_group),
+        *((library, (w,), a_group) for w in weights),
         (
             lambda x, q, s: x @ jax.jit(dequantized)(q, s),
             (q.astype(jnp.float8_e4m3fn), scale),
