@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +15,14 @@ from benchmarks.cases import find
 from benchmarks.measured import Measured
 from benchmarks.report import on_gpu, say
 from jax_splitk import kernels
+from jax_splitk.runtime.target import local_platform, target_for
+from jax_splitk.tuning import measurement
 from jax_splitk.tuning.options import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class Result(Measured):
-    """The figures of a case. Errors are relative, against float64 unless a benchmark says
-    otherwise."""
+    """The figures of a case. Errors are relative, against float64 unless a benchmark says otherwise."""
 
     xla: timing.Timing
     ours_temp_bytes: int
@@ -111,7 +111,7 @@ class Benchmark:
             return 0
         if options.quick and not on_gpu():
             selected = [self.shrunk(case) for case in selected]
-        if on_gpu() and options.implementation == "auto" and os.environ.get("JAX_SPLITK_AUTOTUNE") != "off":
+        if options.implementation == "auto" and measurement.autotune(target_for(local_platform())):
             _tune_together(selected)
         results, failures = self._run_all(selected, options)
         if results:

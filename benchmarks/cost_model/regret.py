@@ -15,7 +15,7 @@ MAX_SPREAD = 0.25  # largest spread of the rounds of a time that counts in a fit
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A candidate's time. A time of a candidate. `group`: the number of its problem and device; `best_us`: the fastest
+    """A candidate's time. `group`: the number of its problem and device; `best_us`: the fastest
     time of the group."""
 
     group: int

@@ -38,7 +38,7 @@ def in_force() -> dict[str, str]:
 
 
 def word(name: str, default: str = "") -> str:
-    """The variable's value; The variable's word. Raises SettingError for a word that is not accepted. `default`: used
+    """The variable's value, one of its `WORDS`. Raises SettingError for a word that is not accepted. `default`: used
     if the variable is unset."""
     chosen, accepted = os.environ.get(name) or _DEFAULTS[name] or default, WORDS[name]
     if chosen not in accepted:

@@ -36,9 +36,9 @@ def test_dequantized_weights_are_exact_in_every_use(
     tiles = (k // group, features)
     spread = lambda x: np.repeat(x, group, axis=0)  # noqa: E731
     with seeded(k + features) as draw:
-        values, zeros = draw.integers(0, 8, (k, features)), draw.integers(0, 8, tiles)
-        values -= 0 if dtype == "uint4" else 4
-        zeros -= 0 if zero_dtype == "uint4" else 4
+        values, zeros = draw.integers(0, 16, (k, features)), draw.integers(0, 16, tiles)
+        values -= 0 if dtype == "uint4" else 8
+        zeros -= 0 if zero_dtype == "uint4" else 8
         scale = 2.0 ** draw.integers(-2, 3, tiles)
         zero_point = None if zero_dtype is None else on_device(zeros, zero_dtype)
         q = QuantizedArray(on_device(values, dtype), on_device(scale, "bfloat16"), zero_point, dtype)
