@@ -32,15 +32,15 @@ from jax_splitk.kernels.tf32 import wgrad as tf32
 ADAPTED: dict[str, tuple[Adapted, ...]] = {
     "conv_fprop": (
         Padded(conv_grouped.FPROP, "fprop_grouped_padded", where_refused=True),
-        Padded(conv_im2col.FPROP, "fprop_im2col_padded"),
+        Padded(conv_im2col.FPROP, "fprop_im2col_padded", long_rows=True),
     ),
     "conv_dgrad": (
         Padded(conv_grouped.DGRAD, "dgrad_grouped_padded", where_refused=True),
-        Padded(conv_im2col.DGRAD, "dgrad_im2col_padded"),
+        Padded(conv_im2col.DGRAD, "dgrad_im2col_padded", long_rows=True),
     ),
     "conv_wgrad": (
         Padded(grouped.FAMILY, "wgrad_grouped_padded", where_refused=True),
-        Padded(im2col.FAMILY, "wgrad_im2col_padded"),
+        Padded(im2col.FAMILY, "wgrad_im2col_padded", long_rows=True),
         Merged(tf32.FAMILY, "wgrad_tf32_merged"),
         Merged(gather.FAMILY, "wgrad_gather_merged", grouped.FAMILY, im2col.FAMILY),
     ),

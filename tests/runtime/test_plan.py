@@ -72,9 +72,9 @@ def test_words_follow_the_grammar_at_the_top_of_plan() -> None:
     assert made.words() == [
         *(plan.PLAN_MAGIC, plan.PLAN_VERSION, 2, 2, 2),
         *(1000, 16, 0, 256),
-        *(0, 0, plan.TENSOR_MAP_DTYPES["float32"], 2, 32, 7, 256, 1, 1, 16, 8, 2, plan.L2_PROMOTION_256B),
+        *(0, 0, plan.TENSOR_MAP_DTYPES["float32"], 2, 32, 7, 256, 1, 1, 16, 8, 2, plan.L2_PROMOTION_128B),
         *(1, 1, plan.TENSOR_MAP_DTYPES["bfloat16"], 4, 64, 11, 12, 2, 128, 1408, 16896, 1, 2, 3, 1),
-        *(-1, -2, 4, 5, 32, 128, plan.SWIZZLE_128B, plan.L2_PROMOTION_256B),
+        *(-1, -2, 4, 5, 32, 128, plan.SWIZZLE_128B, plan.L2_PROMOTION_128B),
         *(0, 3, 4, 5, 128, 1, 1, 1, 2, 1, 99, 1, 2, 0, 1, 40, 1, 1),
         *(1, 1, 1, 1, 32, 2, 1, 1, 1, 1, 0, 0, 1, *struct),
     ]

@@ -154,7 +154,9 @@ def test_a_decision_serves_fewer_rows_unless_they_have_one(
     for rows in (16, 33):
         with pytest.raises(decide.FrozenCacheMiss, match=f'tune \'{{"op": .*"rows": {16 if rows == 16 else 64}, '):
             chosen(rows)
-    own = Candidate(held.choice.family, dataclasses.replace(held.choice.config, stages=6))
+    # Another decision that holds for fewer rows, too.
+    serves = lambda c: buckets.choice_for(key_of(21), Entry.of(key_of(32), c), LIMIT) == c  # noqa: E731
+    own = next(c for c in search.ranked(key_of(32)) if c != held.choice and serves(c))
     put(cache, key_of(20), decided(key_of(20), own).dumps())
     assert (chosen(20).candidate, chosen(20).because) == (own, "user cache")
     assert chosen(21).candidate == held.choice

@@ -96,6 +96,27 @@ def test_the_equivalent_convolution_is_exact() -> None:
             np.testing.assert_array_equal(computed(ADAPTED[name], p, x, y), want, err_msg=f"{name} {p}")
 
 
+@pytest.mark.parametrize(("sides", "groups", "kernel", "dtypes", "grouped", "im2col"), [
+    ((20, 36), 1, (1, 1), HALF, (24, 40), (32, 48)),  # one tap: multiples of 32 bytes
+    ((20, 36), 1, (3, 3), HALF, (24, 40), (32, 64)),  # several: of 64
+    ((20, 37), 1, (3, 3), FLOATS, (20, 40), (20, 48)),  # 20 need no padding
+    ((61, 24), 1, (3,), HALF, (64, 24), (64, 24)),
+    ((9 * 4, 33 * 4), 4, (3,), HALF, (16 * 4, 40 * 4), (16 * 4, 64 * 4)),  # 32 would double 16
+])  # fmt: skip
+def test_channels_become_multiples(
+    sides: tuple[int, int],
+    groups: int,
+    kernel: tuple[int, ...],
+    dtypes: dict[str, str],
+    grouped: tuple[int, int],
+    im2col: tuple[int, int],
+) -> None:
+    p = conv_of(ConvWgradProblem, (9,) * len(kernel), kernel, sides, groups=groups, **dtypes)
+    for name, padded in {"wgrad_grouped_padded": grouped, "wgrad_im2col_padded": im2col}.items():
+        other = ADAPTED[name].translated(p)
+        assert (other.in_channels, other.out_channels) == padded, name
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_what_depends_on_it(value: float) -> None:
     """In either operand: it does not reach other groups, nor does it meet padded channels."""
@@ -130,7 +151,7 @@ BASES: dict[str, Any] = {
     ("wgrad_im2col_padded", {"out_channels": 12}, "12 channels; accepted: more than 16"),
     ("fprop_im2col_padded", {"dtype": "float64"}, "dtype float64; accepted"),
     ("fprop_im2col_padded", {"batch_group_count": 2}, "batch_group_count 2"),
-    ("fprop_im2col_padded", {"window_strides": (9, 1)}, "as conv_fprop 2, 9x9, 40 -> 56, 3x3 stride 9x1, f16: window"),
+    ("fprop_im2col_padded", {"window_strides": (9, 1)}, "as conv_fprop 2, 9x9, 64 -> 64, 3x3 stride 9x1, f16: window"),
     ("fprop_grouped_padded", {"in_channels": 9}, "groups of 3 channels to 9; accepted: at least 4 each"),
     ("dgrad_grouped_padded", {"dtype": "float32"}, "3 groups, f32->f16: dtype float32; accepted"),
     ("wgrad_grouped_padded", {"in_channels": 72, "out_channels": 72, "feature_group_count": 8},
