@@ -201,7 +201,7 @@ def test_grouped_and_depthwise_problems_are_their_families_before_any_other() ->
     STEM,
     conv((112, 112), (7, 7), (8, 64), padding=None, batch=64),
     conv((64, 64), (3, 3), (320, 4), padding=None, batch=16, out_dtype="bfloat16"),
-    conv((64, 64), (3, 3), (37, 53), padding=None, batch=16, out_dtype="bfloat16"),
+    conv((64, 64), (3, 3), (13, 53), padding=None, batch=16, out_dtype="bfloat16"),  # from 17 on they are padded
 ], ids=str)  # fmt: skip
 def test_gathering_is_chosen_where_tma_cannot_or_wastes_most_of_a_box(p: ConvWgradProblem) -> None:
     choice = select(p, DEFAULT_CUDA, Options())
