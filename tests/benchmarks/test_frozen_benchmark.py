@@ -14,7 +14,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 def test_a_step_runs_from_what_was_exported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert frozen.main(["mlp_256", "--tiny", "--json", str(tmp_path / "found.json")]) == 0
+    assert frozen.main(["nature_dqn", "--tiny", "--json", str(tmp_path / "found.json")]) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())["results"]
     assert json.loads(capsys.readouterr().out) == found
     assert found["operations"] >= found["ours"] > 0

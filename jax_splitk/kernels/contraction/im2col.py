@@ -472,17 +472,14 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
 
 def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:
-    """Lines that TMA's rows touch for a tile of `stages` stages, with all its phases: loads and stores."""
-    of, blocks = joined(problem), stages * ROW_BYTES // row_bytes(problem)
-
-    def rows(count: int, pitch: int) -> float:
-        return count * lines_of_row(pitch)
-
-    lines = rows(blocks * config.pixels, of.in_channels * jnp.dtype(problem.dtype).itemsize)
+    """Lines that TMA's rows touch for a tile of `stages` stages, with all its phases: loads and stores. Rows begin at
+    the first channels of groups."""
+    (channels, columns), blocks = joined(problem).group_channels, stages * ROW_BYTES // row_bytes(problem)
+    lines = blocks * config.pixels * lines_of_row(channels * jnp.dtype(problem.dtype).itemsize)
     if loads_weight:
         lines += blocks * config.taps * config.channels
     if stores:
-        lines += rows(config.result_rows, of.out_channels * jnp.dtype(problem.out_dtype).itemsize)
+        lines += config.result_rows * lines_of_row(columns * jnp.dtype(problem.out_dtype).itemsize)
     return lines
 
 
