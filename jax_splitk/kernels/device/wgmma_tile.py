@@ -105,11 +105,12 @@ def depths(tile_m: int, tile_n: int, config: type[WgmmaTile] = WgmmaTile) -> lis
     return sorted({one, two} if config(tile_m, tile_n, two).blocks_per_sm == 2 else {one})
 
 
-def lines_of_row(pitch: int) -> int:
-    """Lines of 128 bytes that a row of 128 bytes touches, if rows are `pitch` bytes apart. Two lines in parts of 32
-    bytes count twice."""
-    step = math.gcd(pitch, ROW_BYTES)
-    return 1 if step == ROW_BYTES else 2 if step >= 32 else 4
+def lines_of_row(step: int, row: int = ROW_BYTES) -> float:
+    """Lines of 128 bytes that TMA touches in the mean for a row of `row` bytes, if rows begin at multiples of `step`
+    bytes. A row that does not begin at a multiple of 32 bytes counts twice."""
+    if math.gcd(step, ROW_BYTES) >= row:
+        return 1
+    return (1 + row / ROW_BYTES) * (1 if step % 32 == 0 else 2)
 
 
 def tile_refusal(tile: WgmmaTile, tiles: Sequence[tuple[int, int]] = TILES) -> str | None:

@@ -47,6 +47,7 @@ _WIDE_GROUP, _GROUPS_BY_TMA = 24, {2, 3, 4, 6, 8, 12, 16}  # groups of the famil
 _OTHER_REGISTERS = 34
 _MOST_GROUP, _EPILOGUE_GROUP = 4, 3  # products in a batch; an epilogue needs registers, too
 _SPARE_COLUMNS = 16  # of a tile, for whose sums an epilogue needs the registers
+_SINGLE_STORES = 40  # times as long as stores of eight results take those of one: fitted to 110 times
 _ROUNDING = 12  # instructions that round a product's four elements of a lane to tf32
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
@@ -275,12 +276,13 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         tensor = steps * max(16, config.tile_n / 2)
         shared = loads + steps * config.tile_n / 4 + config.tile_n * 2
         copies = x.stage_bytes(v, config.images) / x.granule
+        stores = config.tile_n * (1 if v.out_channels % 8 == 0 else _SINGLE_STORES)
         turns = -(-tiles // (target.cores * together)) * together
         return Work(
             tensor_clocks=turns * row_blocks * tensor,
             shared_bytes=turns * (row_blocks * shared * 128 + x.stage_bytes(v, config.images)),
             l2_bytes=turns * x.stage_bytes(v, config.images),
-            instructions=turns * (copies + row_blocks * 4 * (load_instructions + steps + config.tile_n)),
+            instructions=turns * (copies + row_blocks * 4 * (load_instructions + steps + stores)),
             turns=turns * row_blocks * (steps + 4 + config.tile_n / 16) / (config.consumers * together),
             waits=0.0 if x.is_copied else turns * waits(x.stage_bytes(v, config.images) / v.item),
             memory_bytes=problem.bytes_moved,

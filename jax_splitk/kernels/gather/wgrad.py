@@ -20,6 +20,7 @@ from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.registers import consumer_registers, share_macros, wgmma_fits
 from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.wgmma_tile import lines_of_row
 from jax_splitk.kernels.gather.layout import (
     SHARED_BYTES,
     GatherTile,
@@ -182,6 +183,8 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
     if dy_stores and (few := math.gcd(v.out_channels, 4)) < 4:
         waiting += config.pixels * config.tile_n / few / 2
     turns = turns_of(v, config.tile, config.slice)
+    boxes, row = -(-config.tile_n // 64), 2 * min(config.tile_n, 64)
+    lines = config.pixels * boxes * lines_of_row(2 * v.out_channels, row) if _dy_by_tma(v) else 0
     return {
         "tensor_clocks": steps * blocks * v.products * config.tile_n / 2,
         "shared_bytes": steps * blocks * (512 * loads * turns + b_bytes) + dy_bytes + x_items * v.item,
@@ -189,6 +192,7 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
         "turns": 1 + steps * config.blocks * v.parts / blocks_per_sm(v, config),
         "waits": waits(waiting),
         "l2_bytes": (x_items + config.pixels * config.tile_n) * v.item,
+        "rows": lines,
     }
 
 

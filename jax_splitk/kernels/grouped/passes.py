@@ -24,6 +24,7 @@ from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.epilogue import conv_finishes, conv_macros, conv_params
 from jax_splitk.kernels.device.split_k import MAX_GRID_Y, OUT_CODES
 from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.wgmma_tile import lines_of_row
 from jax_splitk.kernels.grouped import multiprocessor as sm
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
@@ -261,6 +262,14 @@ def _smallest(p: ConvProblem) -> Config:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
+_COPY_SHARE = 3.0  # bytes of sums that are stored while a thread copies one of the results: fitted to 62 times
+
+
+def _lines(channels: int, step: int, block: int, size: int = 2) -> float:
+    """Lines that TMA touches for a pixel of a block of channels, the first of which is a multiple of `step`."""
+    return lines_of_row(size * math.gcd(step, channels), size * block)
+
+
 def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
     """The work of a thread block's block of rows on an SM."""
     g, t = geometry(forward(p), 3), tiling(p, config)
@@ -270,14 +279,23 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
     loads = planes * len(_step_rows(g)) * g.kernel[2] * units * config.strips
     weights = 0 if t.resident else products / (2 * config.strips)
     stores = config.strips * config.units * math.prod(g.lhs_dilation[1:])
-    out_bytes = t.warps * stores * UNIT * STRIP * jnp.dtype(p.out_dtype).itemsize
+    size, by_tma = jnp.dtype(p.out_dtype).itemsize, _stored(p, t) != _COPIED
+    out_bytes = t.warps * stores * UNIT * STRIP * size
     moved = planes * t.stage_bytes + out_bytes
+    x_step, out_step = t.bundles * bundle(p)[0], math.gcd(t.bundles * bundle(p)[1], t.out_box)
+    pixels = planes * config.images * t.step_rows * t.x_width
+    lines = pixels * _lines(forward(p).in_channels, x_step, config.in_block)
+    if by_tma:
+        lines += out_bytes / (t.out_box * size) * _lines(forward(p).out_channels, out_step, t.out_box, size)
     conflicts = math.gcd(g.stride[2], 8)
     return {
         "tensor_clocks": t.warps * products,
         "shared_bytes": t.warps * 512 * (loads * conflicts + weights + stores) + moved,
         "instructions": t.warps * (products + 2 * loads + weights + 12 * stores + 30 * planes),
         "l2_bytes": moved,
+        "rows": lines,
+        # Threads copy results while nobody multiplies.
+        "stored_bytes": 0 if by_tma else _COPY_SHARE * out_bytes,
         # A warp's turn: its barrier, its first load, and products that wait for each other.
         "turns": (2 * planes + products / 16) / _blocks_per_sm(p, config),
     }

@@ -20,6 +20,7 @@ from jax_splitk.kernels.base.split import SplitFamily, nearby, whole_fours
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
 from jax_splitk.kernels.device.structs import Struct
+from jax_splitk.kernels.device.wgmma_tile import lines_of_row
 from jax_splitk.kernels.grouped import multiprocessor as sm
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.plan import Launch, MapParam, TiledMap
@@ -248,6 +249,13 @@ def _column_counts(out_w: int) -> list[int]:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
+def _lines(p: ConvWgradProblem, block: int, each: int, channels: int) -> float:
+    """Lines that TMA touches for a pixel of a block of channels. Blocks begin at a bundle of `each` channels, or are
+    parts of it."""
+    first = block if not is_padded(p) and block % each == 0 else math.gcd(block, each)
+    return lines_of_row(2 * math.gcd(first, channels), 2 * block)
+
+
 def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float], float]:
     """The work of a tile: the part that its warps share, and the turns of its slowest warp."""
     g, t = seen(p), tiling(p, config)
@@ -258,11 +266,14 @@ def tile_work(p: ConvWgradProblem, config: Config) -> tuple[Mapping[str, float],
     conflicts = math.gcd(g.stride[1], 8)
     wavefronts = strips * x_rows * t.pairs * 4 * conflicts + steps * t.warp_out * 2
     loads = strips * x_rows * t.pairs + steps * -(-t.warp_out // 2)
+    of_x = t.x_height * t.x_width * _lines(p, config.in_block, bundle(p)[1], p.in_channels)
+    of_dy = config.rows * t.dy_width * _lines(p, config.out_block, bundle(p)[2], p.out_channels)
     shared_by_all = {
         "tensor_clocks": steps * row_mmas,
         "shared_bytes": wavefronts * 128 + t.stage_bytes,
         "instructions": steps * row_mmas + 3 * loads + strips * (40 + 4 * t.pairs),
         "l2_bytes": t.stage_bytes,
+        "rows": config.images * (of_x + of_dy),
     }
     of_warp = -(-t.strips // config.slices)
     return shared_by_all, 1 + of_warp * (x_rows / 3 + config.rows * row_mmas / 12)
