@@ -144,7 +144,7 @@ def work(p: ConvProblem, columns: int, channels: int, target: Target) -> Work:
     blocks = _blocks(a)
     loads = sum(taps + _read(a, columns, taps) for taps in blocks)
     products = g.kernel[2] * columns * channels / g.lhs_dilation[2]
-    row = products + loads * (2 + 2 * channels) + 20 * len(blocks)
+    row = products + loads * 2 * channels + 20 * len(blocks)
     # Rows of the output that share rows of the input through the L1.
     beside = min(g.out[1], max(1, THREADS // _word_block(passes.forward(p).out_channels // channels)))
     lines = (beside * g.stride[1] + g.kernel[1] - 1) / (beside * g.stride[1])
@@ -160,7 +160,6 @@ def work(p: ConvProblem, columns: int, channels: int, target: Target) -> Work:
         instructions=partly * warps * rows * row / target.cores,
         waits=waves * rows * len(blocks) / 4,
         memory_bytes=p.bytes_moved,
-        waves=waves,
     )
 
 

@@ -191,7 +191,6 @@ class DepthwiseConv(ModelledFamily[ConvProblem, Config]):
             instructions=partly * warps * config.rows * again * row / target.cores,
             waits=waves * config.rows * again * planes / 4,
             memory_bytes=problem.bytes_moved,
-            waves=waves,
         )
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:

@@ -22,6 +22,7 @@ from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.split_k import OUT_CODES
 from jax_splitk.kernels.device.structs import Divisor, Field, Struct
 from jax_splitk.kernels.gather.layout import (
+    CONTENTION,
     SHARED_BYTES,
     GatherTile,
     Layout,
@@ -280,7 +281,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         turns = -(-tiles // (target.cores * together)) * together
         return Work(
             tensor_clocks=turns * row_blocks * tensor,
-            shared_bytes=turns * (row_blocks * shared * 128 + x.stage_bytes(v, config.images)),
+            shared_bytes=CONTENTION * turns * (row_blocks * shared * 128 + x.stage_bytes(v, config.images)),
             l2_bytes=turns * x.stage_bytes(v, config.images),
             instructions=turns * (copies + row_blocks * 4 * (load_instructions + steps + stores)),
             turns=turns * row_blocks * (steps + 4 + config.tile_n / 16) / (config.consumers * together),

@@ -22,6 +22,7 @@ from jax_splitk.kernels.device.registers import consumer_registers, share_macros
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.device.wgmma_tile import lines_of_row
 from jax_splitk.kernels.gather.layout import (
+    CONTENTION,
     SHARED_BYTES,
     GatherTile,
     Layout,
@@ -187,7 +188,7 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
     lines = config.pixels * boxes * lines_of_row(2 * v.out_channels, row) if _dy_by_tma(v) else 0
     return {
         "tensor_clocks": steps * blocks * v.products * config.tile_n / 2,
-        "shared_bytes": steps * blocks * (512 * loads * turns + b_bytes) + dy_bytes + x_items * v.item,
+        "shared_bytes": CONTENTION * (steps * blocks * (512 * loads * turns + b_bytes) + dy_bytes + x_items * v.item),
         "instructions": steps * blocks * 4 * (loads + conversion + 10 + v.products + sums) + copies + dy_stores,
         "turns": 1 + steps * config.blocks * v.parts / blocks_per_sm(v, config),
         "waits": waits(waiting),

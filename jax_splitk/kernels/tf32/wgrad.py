@@ -340,6 +340,7 @@ class Tf32(SplitFamily[ConvWgradProblem, Config]):
             **{name: strips * value for name, value in strip_work(problem, config).items()},
             memory_bytes=bytes_touched(problem),
             waves=waves,
+            stored_bytes=waves * config.consumers * BLOCK_CHANNELS * config.taps_h * config.tile_n * 4,
             **self.reduction_work(problem, config),
         )
 
