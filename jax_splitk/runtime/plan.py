@@ -38,7 +38,7 @@ PLAN_VERSION = 2
 TF32 = "tfloat32"  # float32, which a load rounds to tf32, to nearest
 TENSOR_MAP_DTYPES = {"float8_e4m3fn": 0, "float16": 6, "float32": 7, "bfloat16": 9, TF32: 11}  # 0: bytes
 SWIZZLE_128B = 3
-L2_PROMOTION_128B = 2  # with 256 bytes convolutions by im2col take 1.02 to 1.18 times as long (H200)
+L2_PROMOTION_128B = 2  # with 256 bytes families of im2col take 1.01 to 1.10 times as long (H200)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -410,7 +410,7 @@ def samples(file: str) -> list[Run]:
     for source, sample in pools()[file].items():
         macros = dict(source.defines)
         values = [(name, macros.get(name)) for name in code.pairs.split()]
-        alone = [(name, macros.get(name)) for name in code.values.split()]
+        alone = [("family", sample.family.name), *((name, macros.get(name)) for name in code.values.split())]
         traits[sample] = {*itertools.combinations(values, 2), *alone}
     left, chosen = set().union(*traits.values()), []
     while left:

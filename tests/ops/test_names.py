@@ -54,7 +54,7 @@ def loss(weights: Any, x: jax.Array, head: Any, back: Any) -> jax.Array:
 def instructions(platform: str) -> list[tuple[str, str, str]]:
     """(name, opcode, op_name) of the instructions of a training step in HLO, before XLA changes it."""
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SCALES.items()}
-    x = jax.ShapeDtypeStruct((32, 56, 56, 64), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((32, 28, 28, 64), jnp.bfloat16)
     traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).trace(weights, x, pack(W), pack(W.T))
     return INSTRUCTION.findall(traced.lower(lowering_platforms=(platform,)).as_text("hlo", debug_info=True))
 

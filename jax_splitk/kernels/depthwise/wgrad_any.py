@@ -161,7 +161,7 @@ def _loaded(g: Geometry, columns: int) -> int:
     return g.kernel[0] * rows * _read(g, 2, columns)
 
 
-_STALLS = 1.4  # times the instructions' time: fitted to 1,000 times
+_STALLS = 1.4  # issue slots of an instruction: fitted to 1,000 times
 
 
 def _instructions(g: Geometry, columns: int, channels: int) -> int:

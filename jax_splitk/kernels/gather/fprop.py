@@ -48,7 +48,7 @@ _WIDE_GROUP, _GROUPS_BY_TMA = 24, {2, 3, 4, 6, 8, 12, 16}  # groups of the famil
 _OTHER_REGISTERS = 34
 _MOST_GROUP, _EPILOGUE_GROUP = 4, 3  # products in a batch; an epilogue needs registers, too
 _SPARE_COLUMNS = 16  # of a tile, for whose sums an epilogue needs the registers
-_SINGLE_STORES = 40  # times as long as stores of eight results take those of one: fitted to 110 times
+_SINGLE_STORES = 40  # time of stores of single results, relative to stores of eight: fitted to 110 times
 _ROUNDING = 12  # instructions that round a product's four elements of a lane to tf32
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 

@@ -184,7 +184,7 @@ def _turns(places: tuple[int, ...], first: int, item: int, width: int, in_rows: 
     return turns
 
 
-# Times the shared memory's time, where registers and tensor cores read it together: fitted to 3,500 times.
+# How much longer shared memory takes where registers and tensor cores both read it: fitted to 3,500 times.
 CONTENTION = 1.5
 
 

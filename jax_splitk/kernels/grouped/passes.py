@@ -262,7 +262,7 @@ def _smallest(p: ConvProblem) -> Config:
 # ---- cost model ----------------------------------------------------------------------------------------------------
 
 
-_COPY_SHARE = 3.0  # bytes of sums that are stored while a thread copies one of the results: fitted to 62 times
+_COPY_COST = 3.0  # time of copying a byte of results, relative to storing a byte of sums: fitted to 62 times
 
 
 def _lines(channels: int, step: int, block: int, size: int = 2) -> float:
@@ -295,7 +295,7 @@ def _step_work(p: ConvProblem, config: Config) -> dict[str, float]:
         "l2_bytes": moved,
         "rows": lines,
         # Threads copy results while nobody multiplies.
-        "stored_bytes": 0 if by_tma else _COPY_SHARE * out_bytes,
+        "stored_bytes": 0 if by_tma else _COPY_COST * out_bytes,
         # A warp's turn: its barrier, its first load, and products that wait for each other.
         "turns": (2 * planes + products / 16) / _blocks_per_sm(p, config),
     }

@@ -99,6 +99,6 @@ def block_bytes(problem: QuantizedMatmulProblem, m_tiles: int, contracted: int) 
     return m_tiles * contracted * (TILE * problem.bits // 8 + groups * _group_item(problem) + channel)
 
 
-# Instructions of a warp that decode 64 values of each of 64 rows, by format. They take as long as 1.75 times as many
-# (fitted to 3,000 times): each waits for the one before it.
+# Issue slots of a warp that decodes 64 values of each of 64 rows, by format: 1.75 times its instructions (fitted to
+# 3,000 times), for each waits for the one before it.
 INSTRUCTIONS = {"int4": 70, "uint4": 70, "int8": 105, "float8_e4m3fn": 105, "float4_e2m1fn": 120, "nf4": 190}
