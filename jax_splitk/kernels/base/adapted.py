@@ -126,7 +126,7 @@ def padded(p: ConvProblem, long_rows: bool = False) -> ConvProblem:
     family im2col took 105 us, where 64 channels are estimated at 32, and XLA's slice takes 21 (H200).
 
     `long_rows`: channels that are padded become multiples of 32 bytes, of 64 where several taps read each row, unless
-    that doubles them. 32 problems take 0.88 times as long in the mean, the fastest 0.55 (H200).
+    that doubles them. 32 problems take 0.86 times as long in the mean, from 0.55 to 1.05 (H200).
     """
     unit, groups, found = _unit(p), p.feature_group_count, {}
     row = _unit(p, _SHARED_ROW_BYTES if math.prod(p.kernel_spatial) > 1 else _ROW_BYTES) if long_rows else unit

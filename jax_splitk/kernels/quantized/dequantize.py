@@ -101,4 +101,4 @@ def block_bytes(problem: QuantizedMatmulProblem, m_tiles: int, contracted: int) 
 
 # Issue slots of a warp that decodes 64 values of each of 64 rows, by format: 1.75 times its instructions (fitted to
 # 3,000 times), for each waits for the one before it.
-INSTRUCTIONS = {"int4": 70, "uint4": 70, "int8": 105, "float8_e4m3fn": 105, "float4_e2m1fn": 120, "nf4": 190}
+ISSUE_SLOTS = {"int4": 70, "uint4": 70, "int8": 105, "float8_e4m3fn": 105, "float4_e2m1fn": 120, "nf4": 190}

@@ -146,7 +146,7 @@ class Fp8(tiles.TileFamily[Config]):
         """Also counts the additions of a period's sums, by all threads of a warpgroup."""
         periods = BLOCK_K // period(problem, config)
         promotion = 4 * config.tile_n / 2 * periods
-        decode = 4 * dequantize.INSTRUCTIONS[problem.qtype]
+        decode = 4 * dequantize.ISSUE_SLOTS[problem.qtype]
         chunks = periods * config.tile_n / chunk(problem, config) / sums(problem, config)
         return 2 * config.m_warpgroups * config.tile_n, config.m_warpgroups * (promotion + decode), 1 + chunks
 

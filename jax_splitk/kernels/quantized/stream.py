@@ -232,7 +232,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         tiles = rounds * stages * stage_tiles(config)
         waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
         sms = min(config.clusters * config.cluster, target.cores)
-        decode = dequantize.INSTRUCTIONS[problem.qtype] / (2 if e4m3 else 1)
+        decode = dequantize.ISSUE_SLOTS[problem.qtype] / (2 if e4m3 else 1)
         return Work(
             tensor_clocks=tiles * config.tile_n * (3 if zero else 1) / (1 if e4m3 else 0.5),
             instructions=4 * tiles * (decode + config.tile_n),

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize, tiles
-from jax_splitk.kernels.quantized.dequantize import INSTRUCTIONS, has_zero, per_channel
+from jax_splitk.kernels.quantized.dequantize import ISSUE_SLOTS, has_zero, per_channel
 from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, whole_tiles
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
@@ -212,7 +212,7 @@ class Tiled(tiles.TileFamily[Config]):
     def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
         """A product counts at least 16 columns."""
         where, columns = scaling(problem), config.tile_n / 2 * (2 if needs_sums(problem) else 1)
-        issued = 4 * 2 * INSTRUCTIONS[problem.qtype]
+        issued = 4 * 2 * ISSUE_SLOTS[problem.qtype]
         if where == "weight" and not FORMATS[problem.qtype].integer:
             issued *= 1.4
         if where == "sum":
