@@ -6,7 +6,8 @@
 //   PATCH 2  weight's gradient: A[pixel, (filter row, element)] are windows, MN-major, D is the weight
 //
 // Windows are read by TMA's im2col mode from a view of the input whose `channels` are
-// such rows; the view's planes and rows are `step` times the output's. Undefined: a product of matrices.
+// such rows; the view's planes and rows are `step` times the output's, and a plane of the filter is `plane`
+// planes of the view. Undefined: a product of matrices.
 
 #include "device/output.cuh"
 #include "device/pipeline.cuh"
@@ -33,7 +34,7 @@ struct FilterPart {
   const int t = is_there ? part.row / g.kernel_h : 0, r = is_there ? part.row - t * g.kernel_h.value : 0;
   const int element = is_there ? part.element : g.chunks.value * 64;
   load_im2col(&map, full, shared_pointer(to), element, w, h * g.step.h, d * g.step.d, pixel, uint16_t(0),
-              uint16_t(r), uint16_t(t));
+              uint16_t(r), uint16_t(t * g.plane));
 }
 #endif
 

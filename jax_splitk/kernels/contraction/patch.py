@@ -25,8 +25,8 @@ from jax_splitk.runtime.plan import Buffer, Im2colMap, TiledMap
 
 _CHUNK = 64  # elements of a box, along a filter row
 _MULTIPLE = 8  # of elements that TMA's strides are
-# TMA's im2col mode in three dimensions: the largest stride, and the largest filter whose rows are a dimension.
-_MAX_STRIDE, _MAX_ROWS = 8, 17
+# TMA's im2col mode in three dimensions: the largest stride, and how far windows end before the array does.
+_MAX_STRIDE, _MAX_BEYOND = 8, 16
 
 
 def _row(p: ConvProblem) -> int:
@@ -47,8 +47,14 @@ def _pixels(p: ConvProblem) -> int:
 
 
 def _is_strided(g: Geometry) -> bool:
-    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own."""
+    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own. The next
+    dimension has the windows of a column in all planes of a window."""
     return max(g.kernel[:2]) <= _MAX_STRIDE
+
+
+def _plane(g: Geometry) -> int:
+    """Windows of a column in a plane of the input, if TMA does not stride; there are none below them."""
+    return 1 if _is_strided(g) else g.size[1] // g.kernel[1]
 
 
 def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
@@ -61,8 +67,8 @@ def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
         dims = (row, columns, rows * height, planes * depth, g.batch)
         strides, steps = (line, plane, g.size[0] * plane), (height, depth)
     else:
-        dims = (row, columns, height, rows, g.batch * planes)
-        strides, steps = (line, height * line, plane), (1, 1)
+        dims = (row, columns, height, (depth - 1) * _plane(g) + rows, g.batch * planes)
+        strides, steps = (line, height * line, depth * plane), (1, 1)
     return Im2colMap(
         buffer=0,
         dtype=p.dtype,
@@ -70,7 +76,7 @@ def _windows(p: ConvProblem, pixels: int) -> Im2colMap:
         strides=(row * item, *strides),
         element_strides=(1, 1, *steps, 1),
         lower=(0, 0, 0),
-        upper=(0, 1 - height, 1 - depth),
+        upper=(0, 1 - height, (1 - depth) * _plane(g)),
         channels=_CHUNK,
         pixels=pixels,
     )
@@ -107,6 +113,7 @@ class _Products(tma.Tma):
                 "kernel_h": Divisor.of(g.kernel[1]),
                 "out": tuple(map(Divisor.of, view)),
                 "step": (*g.kernel[:2], 1) if _is_strided(g) else (1, 1, 1),
+                "plane": _plane(g),
             },
         )
 
@@ -177,9 +184,15 @@ class Patch(Translated[ConvProblem, Config]):
         ):
             if count % _MULTIPLE:
                 return f"{what}; accepted: a multiple of {_MULTIPLE}"
-        if not _is_strided(g) and (depth > 1 or height > _MAX_ROWS):
-            sides = f"{_MAX_STRIDE} planes and rows, or of 1 plane and {_MAX_ROWS} rows"
-            return f"a filter of {depth} planes and {height} rows; accepted: up to {sides}"
+        if _is_strided(g):
+            return None
+        if height - 1 > _MAX_BEYOND or (depth - 1) * _plane(g) > _MAX_BEYOND:
+            given = f"a filter of {depth} planes and {height} rows in {g.size[1]} rows of the input"
+            rows = f"{_MAX_BEYOND + 1} rows, with {_MAX_BEYOND} windows of a column in all planes but one"
+            return f"{given}; accepted: up to {_MAX_STRIDE} planes and rows, or {rows}"
+        if depth > 1 and (g.size[1] % height or (g.size[0] > depth * g.out[0] and g.batch > 1)):
+            given = f"a filter of {depth} planes and {height} rows in an input of {g.size[0]} and {g.size[1]}"
+            return f"{given}; accepted: windows that cover it, or up to {_MAX_STRIDE} planes and rows"
         return None
 
 
