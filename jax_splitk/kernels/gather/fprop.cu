@@ -28,8 +28,8 @@
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
-// aligned as pairs, GROUP: products of a batch, ODD: output channels are no multiple of 8, and
-// results are stored one by one; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output
+// aligned as pairs, GROUP: products of a batch, TOGETHER: results that are stored
+// at once, the largest of 1, 2, 4 and 8 that divides the output channels; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output
 // channels that a thread block computes.
 
 #include "device/epilogue.cuh"
@@ -111,7 +111,7 @@ __device__ inline void load_weights(const Args& g, const Element* w, uint32_t we
     }
     store_shared(weights + i * 16, make_uint4(value[0], value[1], value[2], value[3]));
   }
-#elif ODD || MIRRORED
+#elif TOGETHER < 8 || MIRRORED
   for (int i = threadIdx.x - PRODUCERS; i < STEPS * 16 * TILE_N; i += CONSUMER_THREADS) {
     const int row = i / TILE_N, column = i % TILE_N, k = k0 + column;
     const int segment = row / (8 * EIGHTS), position = row % (8 * EIGHTS) - PARITY;
@@ -262,7 +262,7 @@ __device__ inline void multiply(const uint32_t (&at)[2], uint64_t b, const Masks
 
 #if BEGUN
 __device__ inline void begin(const Args& g, const Epilogue& epilogue, int k0, Accumulator& acc) {
-  constexpr int EACH = ODD ? 1 : 2;  // columns
+  constexpr int EACH = TOGETHER > 1 ? 2 : 1;  // columns
 #pragma unroll
   for (int i = 0; i < TILE_N / 8 * 2; i += EACH) {
     const int k = k0 + i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
@@ -297,14 +297,14 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
     for (int j = 0; j < TILE_N / 8; ++j) {
       if (k0 + 8 * j >= columns_of(g)) continue;
       const float (&v)[2] = reinterpret_cast<const float (&)[2]>(acc[4 * j + 2 * half]);
-      if constexpr (ODD) {
+      const int k = k0 + 8 * j + 2 * (lane % 4);
+      if constexpr (TOGETHER == 1) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int k = k0 + 8 * j + 2 * (lane % 4) + c;
-          if (k < columns_of(g)) epilogue.store(out, to + 8 * j + c, 0, k, {v[c]});
+          if (k + c < columns_of(g)) epilogue.store(out, to + 8 * j + c, 0, k + c, {v[c]});
         }
-      } else {
-        epilogue.store(out, to + 8 * j, 0, k0 + 8 * j + 2 * (lane % 4), v);
+      } else if (TOGETHER == 8 || k < columns_of(g)) {
+        epilogue.store(out, to + 8 * j, 0, k, v);
       }
     }
   }
@@ -313,9 +313,9 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 constexpr int COLUMNS_AT_ONCE = TILE_N % 64 ? TILE_N : 64;
 constexpr int PITCH_BYTES = COLUMNS_AT_ONCE * 2 + 16;  // eight rows' 16 bytes lie in different banks
 constexpr int WARP_BYTES = 16 * PITCH_BYTES;
-constexpr int TOGETHER = ODD ? 1 : 8;  // results that a lane stores
 using Piece = Vec<Output, TOGETHER>;
-using Bits = conditional_t<ODD, uint16_t, uint4>;  // of a piece
+using Few = conditional_t<TOGETHER == 1, uint16_t, uint32_t>;
+using Bits = conditional_t<(TOGETHER < 4), Few, conditional_t<TOGETHER == 4, float2, uint4>>;  // of a piece
 
 __device__ inline uint32_t packed(float low, float high) {
   Vec<Output, 2> pair = converted<Output, 2>({low, high});

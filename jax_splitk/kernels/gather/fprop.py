@@ -305,7 +305,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             "SLICE": v.channels,
             "STAGE_BYTES": x.stage_bytes(v, config.images),
             "GROUP": min(_group(config, together), _EPILOGUE_GROUP if conv_finishes(problem) else _MOST_GROUP),
-            "ODD": int(v.out_channels % 8 > 0),
+            "TOGETHER": math.gcd(v.out_channels, 8),
             "GROUPED": int(v.groups > 1),
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
