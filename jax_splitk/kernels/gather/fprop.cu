@@ -28,9 +28,9 @@
 // Macros: ELEMENT, OUT, CTAS_PER_SM, PRODUCER_REGS, CONSUMER_REGS, CONSUMERS warpgroups of BLOCKS 64-row
 // blocks each, TILE_N, STAGES, those of gather/input.cuh, TAP_* (from one tap to the next), SEGMENTS of
 // SEGMENT elements, of which PARITY (0 or 1) filled ones come before the first, PAIRED: neighbours are
-// aligned as pairs, GROUP: products of a batch, TOGETHER: results that are stored
-// at once, the largest of 1, 2, 4 and 8 that divides the output channels; MIRRORED; GROUPED: the SLICE channels are a group's, as are the output
-// channels that a thread block computes.
+// aligned as pairs, GROUP: products of a batch, TOGETHER: results that are stored at once, the largest of 1,
+// 2, 4 and 8 that divides the output channels; MIRRORED; GROUPED: the SLICE channels are a group's, as are
+// the output channels that a thread block computes.
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -328,6 +328,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
   const int lane = threadIdx.x % 32;
   const uint32_t to = turn + lane % 16 * PITCH_BYTES + lane / 16 * 16;
   constexpr int CHUNKS = COLUMNS_AT_ONCE / TOGETHER;
+  const int pixel_of_line = pixel_of(g, tile, row + lane % 16);  // each is needed CHUNKS times
 #pragma unroll
   for (int first = 0; first < TILE_N; first += COLUMNS_AT_ONCE) {
 #if EPILOGUE && RESIDUAL_TYPE >= 0
@@ -335,7 +336,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
       const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * TOGETHER;
-      const int pixel = pixel_of(g, tile, row + line);
+      const int pixel = __shfl_sync(~0u, pixel_of_line, line);
       Bits value = {};
       if (pixel >= 0 && k < columns_of(g))
         value = *reinterpret_cast<const Bits*>(epilogue.residual + int64_t(pixel) * g.out_channels + k);
@@ -362,7 +363,7 @@ __device__ inline void store(const Args& g, const Tile& tile, int row, int k0, u
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
       const int line = i / CHUNKS, chunk = i % CHUNKS, k = k0 + first + chunk * TOGETHER;
-      const int pixel = pixel_of(g, tile, row + line);
+      const int pixel = __shfl_sync(~0u, pixel_of_line, line);
       const Piece value = load_shared<Piece>(turn + line * PITCH_BYTES + chunk * sizeof(Piece));
       if (pixel < 0 || k >= columns_of(g)) continue;
       *reinterpret_cast<Piece*>(out + int64_t(pixel) * g.out_channels + k) = value;

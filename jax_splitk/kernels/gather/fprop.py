@@ -48,7 +48,8 @@ _WIDE_GROUP, _GROUPS_BY_TMA = 24, {2, 3, 4, 6, 8, 12, 16}  # groups of the famil
 _OTHER_REGISTERS = 34
 _MOST_GROUP, _EPILOGUE_GROUP = 4, 3  # products in a batch; an epilogue needs registers, too
 _SPARE_COLUMNS = 16  # of a tile, for whose sums an epilogue needs the registers
-_SINGLE_STORES = 40  # time of stores of single results, relative to stores of eight: fitted to 110 times
+# Time of stores of single results, relative to stores of eight. Stores of two and four take a half and a quarter of it.
+_SINGLE_STORES = 24  # fitted to 278 times
 _ROUNDING = 12  # instructions that round a product's four elements of a lane to tf32
 _PIXEL_TILES, _MAX_CANDIDATES = 6, 40
 
@@ -115,6 +116,11 @@ def _columns(v: Volume, config: Config) -> int:
     return v.groups * -(-v.out_channels // config.tile_n)
 
 
+def _stored_at_once(v: Volume) -> int:
+    """Results of a pixel that are aligned together: the largest of 1, 2, 4 and 8 that divides the output channels."""
+    return math.gcd(v.out_channels, 8)
+
+
 def _turn_bytes(config: Config, out_dtype: str) -> int:
     """Bytes of a consumer warp's 16 rows of results."""
     together = config.tile_n if config.tile_n % 64 else 64  # columns that are stored at a time
@@ -161,7 +167,7 @@ def _pixel_tiles(v: Volume, rows: int) -> tuple[tuple[int, int, int], ...]:
 class Gather(ModelledFamily[ConvProblem, Config]):
     """Serves few or odd channels, and groups of any number. float32 is multiplied in tf32."""
 
-    ABI = 1
+    ABI = 2
     file = "gather/fprop.cu"
 
     # ---- refusals --------------------------------------------------------------------------------------------------
@@ -277,7 +283,8 @@ class Gather(ModelledFamily[ConvProblem, Config]):
         tensor = steps * max(16, config.tile_n / 2)
         shared = loads + steps * config.tile_n / 4 + config.tile_n * 2
         copies = x.stage_bytes(v, config.images) / x.granule
-        stores = config.tile_n * (1 if v.out_channels % 8 == 0 else _SINGLE_STORES)
+        stored = _stored_at_once(v)
+        stores = config.tile_n * (1 if stored == 8 else _SINGLE_STORES / stored)
         turns = -(-tiles // (target.cores * together)) * together
         return Work(
             tensor_clocks=turns * row_blocks * tensor,
@@ -305,7 +312,7 @@ class Gather(ModelledFamily[ConvProblem, Config]):
             "SLICE": v.channels,
             "STAGE_BYTES": x.stage_bytes(v, config.images),
             "GROUP": min(_group(config, together), _EPILOGUE_GROUP if conv_finishes(problem) else _MOST_GROUP),
-            "TOGETHER": math.gcd(v.out_channels, 8),
+            "TOGETHER": _stored_at_once(v),
             "GROUPED": int(v.groups > 1),
             "MIRRORED": int(not isinstance(problem, ConvFpropProblem)),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
