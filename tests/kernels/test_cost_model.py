@@ -166,15 +166,16 @@ def test_every_family_has_an_uncertainty() -> None:
 
 
 def test_xlas_time_is_known_where_it_was_measured() -> None:
-    """Estimates for the suites' problems are within the stated uncertainty."""
-    products = [r for r in records.read([records.DATA / "dot_h200.jsonl"]) if r.kind == "suite"]
+    """Estimates for the suites' problems and for timed products are within the stated uncertainty."""
+    timed = records.read([records.DATA / "products_again_h200.jsonl"])
+    products = [r for r in timed if r.problem.op == "dot_general"]
     found = [*records.shipped(DEFAULT_CUDA), *products]
     errors = []
     for record in found:
         estimate = xla.estimate(record.problem, DEFAULT_CUDA)
         assert estimate is not None, record.problem
         errors.append(math.log(estimate.seconds * 1e6 / record.xla_us) / estimate.uncertainty)
-    assert len(products) == 16 and len(found) >= 28 + 28 + 16
+    assert len(products) >= 16 and len(found) >= 28 + 28 + 16
     assert sum(abs(error) < 2 for error in errors) > 0.9 * len(errors)
 
 
