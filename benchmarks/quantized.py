@@ -249,8 +249,7 @@ def on_sets(function: Callable[..., Any], xs: Sequence[jax.Array], weights: Sequ
 
 
 def error(case: Case, function: Callable[[int], Any], xs: Sequence[jax.Array], bench: Bench) -> float:
-    words, scale = bench.weights["ours"][0]
-    return contestants.relative_error(case, xs[0], words, scale, function(0))
+    return contestants.relative_error(case, xs[0], bench.weights["ours"][0], function(0))
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -351,6 +350,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--group-size", type=int, choices=(0, 16, 32, 64, 128), default=64, help="elements a scale, 0 per channel; 64"
     )
     parser.add_argument("--scale-dtype", choices=SCALE_DTYPES, default="bfloat16", help="of the scales; bfloat16")
+    parser.add_argument("--zero-points", action="store_true", help="for each scale, as AWQ has them")
     parser.add_argument(
         "--against", nargs="*", choices=tuple(TITLES), default=tuple(TITLES), help="whom to compare with; all"
     )
@@ -390,6 +390,7 @@ def selected(options: argparse.Namespace) -> list[Case]:
         qtype=options.qtype,
         group_size=options.group_size or None,
         scale_dtype=options.scale_dtype,
+        zero_points=options.zero_points,
     )
     if not options.quick:
         return found

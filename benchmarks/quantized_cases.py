@@ -33,6 +33,7 @@ class Case:
     qtype: str = "int4"
     group_size: int | None = 64
     scale_dtype: str = "bfloat16"
+    zero_points: bool = False  # for each scale, of its dtype
 
     @property
     def weight(self) -> str:
@@ -51,9 +52,9 @@ class Case:
         return self.k if self.group_size is None else self.group_size
 
     def problem(self) -> QuantizedMatmulProblem:
-        return QuantizedMatmulProblem(
-            self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group, self.scale_dtype
-        )
+        types = (self.x_dtype, self.out_dtype, self.qtype, self.group, self.scale_dtype)
+        zero_dtype = self.scale_dtype if self.zero_points else "none"
+        return QuantizedMatmulProblem(self.rows, self.k, self.features, *types, zero_dtype)
 
     def shrunk(self) -> "Case":
         """The same for a CPU: sides about 16 times smaller, of whole tiles and groups."""
@@ -71,6 +72,7 @@ def select(
     qtype: str = "int4",
     group_size: int | None = 64,
     scale_dtype: str = "bfloat16",
+    zero_points: bool = False,
 ) -> list[Case]:
     """The cases, weight by weight; all of `WEIGHTS` and `ROWS` by default.
 
@@ -78,14 +80,16 @@ def select(
       weights: "FEATURESxK" of any size.
 
     Raises:
-      ValueError: a weight of another form, an unknown format or dtype of scales, or a group size that does not exist or
-        does not divide k.
+      ValueError: a weight of another form, an unknown format or dtype of scales, a group size that does not exist or
+        does not divide k, or zero points of elements that are no integers.
     """
     sides = [_sides(text) for text in weights] or list(WEIGHTS)
     if qtype not in FORMATS:
         raise ValueError(f"qtype={qtype!r}; accepted: {', '.join(FORMATS)}")
+    if zero_points and not FORMATS[qtype].integer:
+        raise ValueError(f"zero_points with qtype={qtype!r}; accepted: int4, uint4, int8")
     cases = [
-        Case(features, k, n, x_dtype, qtype, group_size, scale_dtype)
+        Case(features, k, n, x_dtype, qtype, group_size, scale_dtype, zero_points)
         for features, k in dict.fromkeys(sides)
         for n in rows or ROWS
     ]

@@ -63,42 +63,55 @@ def products(case: Case) -> dict[str, Product]:
     return {product.name: product for product in found}
 
 
-def packed(case: Case, words: jax.Array, scale: jax.Array) -> PackedWeight:
-    return PackedWeight(words, scale, None, (case.k, case.features), (0,), case.qtype, case.group)
+def packed(case: Case, words: jax.Array, scale: jax.Array, zero_point: jax.Array | None = None) -> PackedWeight:
+    zero_dtype = None if zero_point is None else zero_point.dtype.name
+    return PackedWeight(words, scale, zero_point, (case.k, case.features), (0,), case.qtype, case.group, zero_dtype)
 
 
 def _packed_weight(case: Case, key: jax.Array) -> Arrays:
     # The packed weight is drawn directly: quantizing and packing a float weight would take longer than all
     # measurements.
     one_row = dataclasses.replace(case, rows=1).problem()
-    words, scale = (jax.ShapeDtypeStruct(*array) for array in one_row.operand_types[1:])
+    words, scale, *zeros = (jax.ShapeDtypeStruct(*array) for array in one_row.operand_types[1:])
     bits = jax.random.bits(key, words.shape, words.dtype)
     if case.qtype == "float8_e4m3fn":
         bits &= jnp.uint32(0xF7F7F7F7)  # no NaN
-    return bits, jax.random.uniform(key, scale.shape, jnp.float32, 0.5, 1).astype(scale.dtype)
+    scales = jax.random.uniform(key, scale.shape, jnp.float32, 0.5, 1).astype(scale.dtype)
+    return bits, scales, *(_zero_point(case, key, zero.shape) for zero in zeros)
 
 
-def _ours(case: Case, x: jax.Array, words: jax.Array, scale: jax.Array) -> jax.Array:
-    return quantized_matmul(x, packed(case, words, scale), preferred_element_type=case.out_dtype)
+def _zero_point(case: Case, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Integers of the elements' range, in the scales' dtype."""
+    low, high = int(FORMATS[case.qtype].low), int(FORMATS[case.qtype].high)
+    return jax.random.randint(key, shape, low, high + 1).astype(case.scale_dtype)
+
+
+def _ours(case: Case, x: jax.Array, *weight: jax.Array) -> jax.Array:
+    return quantized_matmul(x, packed(case, *weight), preferred_element_type=case.out_dtype)
 
 
 def _stored_weight(case: Case, key: jax.Array) -> Arrays:
-    """[k, features] in the format's own dtype, and scales [k / group, features]."""
+    """[k, features] in the format's own dtype, and scales and zero points [k / group, features]."""
     fmt = FORMATS[case.qtype]
     size = case.k * case.features
     if fmt.name == FP8:
         w = jax.random.normal(key, (size,)).astype(fmt.storage)
     else:
         w = lax.bitcast_convert_type(jax.random.bits(key, (-(-size * fmt.bits // 8),), jnp.uint8), fmt.storage)
-    scale = jax.random.uniform(key, (case.k // case.group, case.features), jnp.float32, 0.5, 1) / fmt.high
-    return w.reshape(-1)[:size].reshape(case.k, case.features), scale.astype(case.scale_dtype)
+    shape = case.k // case.group, case.features
+    scale = (jax.random.uniform(key, shape, jnp.float32, 0.5, 1) / fmt.high).astype(case.scale_dtype)
+    zeros = (_zero_point(case, key, shape),) if case.zero_points else ()
+    return w.reshape(-1)[:size].reshape(case.k, case.features), scale, *zeros
 
 
-def _xla_quantized(case: Case, x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+def _xla_quantized(case: Case, x: jax.Array, w: jax.Array, scale: jax.Array, *zeros: jax.Array) -> jax.Array:
     """The product as a user of JAX writes it."""
     dtype = jnp.dtype(case.out_dtype)
     values = jnp.take(jnp.asarray(NF4, dtype), w.astype(jnp.int32)) if case.qtype == "nf4" else w.astype(dtype)
-    groups = values.reshape(-1, case.group, case.features) * scale.astype(dtype)[:, None]
+    groups = values.reshape(-1, case.group, case.features)
+    for zero in zeros:
+        groups = groups - zero.astype(dtype)[:, None]
+    groups = groups * scale.astype(dtype)[:, None]
     return jnp.dot(x.astype(dtype), groups.reshape(case.k, case.features))
 
 
@@ -183,15 +196,15 @@ def torch_products(torch: Any, case: Case, weights: dict[str, list[Any]]) -> dic
 # ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
-def relative_error(case: Case, x: jax.Array, words: jax.Array, scale: jax.Array, out: jax.Array) -> float:
+def relative_error(case: Case, x: jax.Array, arrays: Arrays, out: jax.Array) -> float:
     """||out - reference|| / ||reference|| in float64, of one random tile of features and up to 16 rows."""
     rng = np.random.default_rng(0)
     rows = np.sort(rng.permutation(case.rows)[:16])
-    tile = int(rng.integers(words.shape[0]))
+    tile = int(rng.integers(arrays[0].shape[0]))
     width = min(64, case.features - 64 * tile)
     piece = dataclasses.replace(case, features=width)
-    one = slice(tile, tile + 1)
-    weight = np.asarray(dequantize(unpack(packed(piece, words[one], scale[one])), jnp.float32), np.float64)
+    one = (array[tile : tile + 1] for array in arrays)
+    weight = np.asarray(dequantize(unpack(packed(piece, *one)), jnp.float32), np.float64)
     reference = np.asarray(x[rows].astype(jnp.float32), np.float64) @ weight
     found = np.asarray(out[rows, 64 * tile : 64 * tile + width].astype(jnp.float32), np.float64)
     return distance(found, reference)

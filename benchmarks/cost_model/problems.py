@@ -252,9 +252,12 @@ def _quantized(rng: Rng) -> tuple[str, Problem]:
     qtype = _one(rng, "int4", "int4", "int4", *FORMATS)
     x_dtype = _one(rng, "bfloat16", "bfloat16", "bfloat16", "float16", *["float8_e4m3fn"] * 2)
     out_dtype = x_dtype if x_dtype in OUT_DTYPES and rng.random() < 0.8 else _one(rng, "bfloat16", "float32")
-    zero = "bfloat16" if FORMATS[qtype].integer and rng.random() < 0.2 else "none"
+    has_zero = FORMATS[qtype].integer and rng.random() < 0.2
     group = _one(rng, 32, 64, 64, 128, 128, k)
-    return kind, QuantizedMatmulProblem(rows, k, features, x_dtype, out_dtype, qtype, group, "bfloat16", zero)
+    # As checkpoints have them: GPTQ's and AWQ's in float16, MXFP4's powers of two.
+    scale = _one(rng, "bfloat16", "bfloat16", "float8_e8m0fnu" if qtype == "float4_e2m1fn" else "float16")
+    types = (x_dtype, out_dtype, qtype, group, scale, scale if has_zero else "none")
+    return kind, QuantizedMatmulProblem(rows, k, features, *types)
 
 
 def _dot(rng: Rng) -> tuple[str, Problem]:

@@ -34,6 +34,8 @@ def test_cases() -> None:
     assert (other.group, other.out_dtype) == (384, "bfloat16")
     (bytes_,) = select(["192x384"], [5], qtype="float4_e2m1fn", group_size=32, scale_dtype="float8_e8m0fnu")
     assert bytes_.problem().scale_dtype == "float8_e8m0fnu"
+    (awq,) = select(["192x384"], [5], qtype="uint4", group_size=128, scale_dtype="float16", zero_points=True)
+    assert (awq.problem().scale_dtype, awq.problem().zero_dtype) == ("float16", "float16")
     for case in found:
         case.shrunk().problem().validate()
 
@@ -42,6 +44,7 @@ def test_cases() -> None:
     (["192"], {}, "case '192'; accepted: FEATURESxK, for instance 28672x8192"),
     (["192x100"], {}, "group_size=64; accepted: a divisor of k=100"),
     (["192x128"], {"qtype": "int5"}, "qtype='int5'; accepted: int4"),
+    (["192x128"], {"qtype": "nf4", "zero_points": True}, "zero_points with qtype='nf4'; accepted: int4, uint4, int8"),
     (["192x128"], {"scale_dtype": "float8_e5m2"}, "scale_dtype='float8_e5m2'; accepted: 'bfloat16'"),
 ])  # fmt: skip
 def test_cases_that_are_refused(weights: list[str], changes: dict[str, Any], message: str) -> None:
