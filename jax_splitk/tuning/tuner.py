@@ -205,7 +205,8 @@ def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Ite
 
 
 def enqueue(key: Key, workspace_limit: int, problem: Problem) -> None:
-    """Notes that a lowering may ask for a key, to decide for a problem."""
+    """Puts a key into the queue, which a lowering may ask for. Its search decides for `problem`, too, where that is
+    another one."""
     searches.state.queue.setdefault((key, workspace_limit), Queued())
     if problem != key.problem:
         searches.state.awaiting.setdefault((key, workspace_limit), []).append(problem)

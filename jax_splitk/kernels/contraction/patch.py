@@ -47,13 +47,13 @@ def _pixels(p: ConvProblem) -> int:
 
 
 def _is_strided(g: Geometry) -> bool:
-    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own. The next
-    dimension has the windows of a column in all planes of a window."""
+    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own, and the next
+    dimension has the windows down a column, of one plane of the input after the other."""
     return max(g.kernel[:2]) <= _MAX_STRIDE
 
 
 def _plane(g: Geometry) -> int:
-    """Windows of a column in a plane of the input, if TMA does not stride; there are none below them."""
+    """Windows down a column of an input's plane, where TMA does not stride: from a plane of a window to its next."""
     return 1 if _is_strided(g) else g.size[1] // g.kernel[1]
 
 
