@@ -164,7 +164,7 @@ class Bench:
 
     @functools.cached_property
     def _references(self) -> list[jax.Array]:
-        """XLA's results in float32 for operands of each kind. XLA does not time its own kernels for them, for that would
+        """XLA's results in float32 for operands of each kind. XLA does not time its own kernels for them, which would
         disturb measurements. They take seconds to compile, and up to one second to run."""
         full = dataclasses.replace(self.problem, out_dtype="float32")
         options = {**WITHOUT_GRAPHS, "xla_gpu_autotune_level": 0}

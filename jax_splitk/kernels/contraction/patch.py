@@ -47,8 +47,8 @@ def _pixels(p: ConvProblem) -> int:
 
 
 def _is_strided(g: Geometry) -> bool:
-    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own, and the next
-    dimension has the windows down a column, of one plane of the input after the other."""
+    """Whether TMA strides along rows and planes. If not, the rows of a window are a dimension of their own, and the
+    next dimension has the windows down a column, of one plane of the input after the other."""
     return max(g.kernel[:2]) <= _MAX_STRIDE
 
 
