@@ -471,8 +471,11 @@ class Together:
 
     def wait_for(self, count: int) -> None:
         """Waits until `count` searches have begun."""
+        self.wait_until(lambda: len(self.begun) >= count)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         for _ in range(2000):
-            if len(self.begun) >= count:
+            if condition():
                 return
             threading.Event().wait(0.01)
         raise AssertionError(self.begun)
@@ -579,6 +582,7 @@ def test_what_nobody_waits_for_is_given_up_and_kept(together: Together, cache: p
     def ends(this: search.Search) -> Entry:
         if this.key == MANY[0]:
             together.wait_for(3)
+            together.wait_until(searches.state.running[MANY[1], LIMIT].result.done)
         return Entry.of(this.key, XLA)
 
     together.ends = ends
