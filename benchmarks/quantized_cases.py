@@ -87,7 +87,8 @@ def select(
     if qtype not in FORMATS:
         raise ValueError(f"qtype={qtype!r}; accepted: {', '.join(FORMATS)}")
     if zero_points and not FORMATS[qtype].integer:
-        raise ValueError(f"zero_points with qtype={qtype!r}; accepted: int4, uint4, int8")
+        integers = ", ".join(name for name, fmt in FORMATS.items() if fmt.integer)
+        raise ValueError(f"zero_points with qtype={qtype!r}; accepted: {integers}")
     cases = [
         Case(features, k, n, x_dtype, qtype, group_size, scale_dtype, zero_points)
         for features, k in dict.fromkeys(sides)

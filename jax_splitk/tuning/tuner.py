@@ -205,8 +205,8 @@ def queued(keys: Iterable[tuple[Key, int]], seconds: float | None = None) -> Ite
 
 
 def enqueue(key: Key, workspace_limit: int, problem: Problem) -> None:
-    """Puts a key into the queue, which a lowering may ask for. Its search decides for `problem`, too, where that is
-    another one."""
+    """Queues the search of a key that a lowering may ask for. Its decision may serve `problem`, too, where that is
+    another problem than the key's."""
     searches.state.queue.setdefault((key, workspace_limit), Queued())
     if problem != key.problem:
         searches.state.awaiting.setdefault((key, workspace_limit), []).append(problem)

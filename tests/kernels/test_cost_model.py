@@ -175,7 +175,7 @@ def test_xlas_time_is_known_where_it_was_measured() -> None:
         estimate = xla.estimate(record.problem, DEFAULT_CUDA)
         assert estimate is not None, record.problem
         errors.append(math.log(estimate.seconds * 1e6 / record.xla_us) / estimate.uncertainty)
-    assert len(products) >= 16 and len(found) >= 28 + 28 + 16
+    assert len(products) == 50 and len(found) >= 28 + 28 + 50
     assert sum(abs(error) < 2 for error in errors) > 0.9 * len(errors)
 
 

@@ -53,7 +53,8 @@ def _is_strided(g: Geometry) -> bool:
 
 
 def _plane(g: Geometry) -> int:
-    """Windows down a column of an input's plane, where TMA does not stride: from a plane of a window to its next."""
+    """Steps along the view's planes from a plane of a window to its next one: where TMA does not stride, the windows
+    down a column."""
     return 1 if _is_strided(g) else g.size[1] // g.kernel[1]
 
 
