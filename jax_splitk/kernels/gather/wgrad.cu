@@ -21,7 +21,8 @@
 // + lh). A part of an infinity or NaN that would meet 0 or an opposite infinity must not spoil it: these are
 // whole in h, zero in m and l, and the products with m and l take `f`, h with zeros in their place.
 //
-// Roles: warpgroup 0 is the producer (cp.async for X; TMA or its own loads for dY), the others are consumers.
+// Roles: warpgroup 0 is the producer (cp.async for X; for dY TMA, cp.async or its own loads), the others are
+// consumers.
 // `full` has an arrival of each producer thread for its cp.asyncs and one for its own stores, as far as there
 // are any, and one for TMA's bytes; `empty` one of each consumer warp, once the WGMMAs that follow its reads
 // have retired.
@@ -31,7 +32,7 @@
 // from one tap to the next. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or
 // 1) come before the first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN: times 16 pixels
 // from one rounding addition to the next, with three parts. RAGGED: some tiles reach beyond the output.
-// DY_VEC: elements of one load of dY without DY_TMA.
+// DY_VEC: channels of dY that are a divisor of all, without DY_TMA.
 
 #include "device/skeleton.cuh"
 #include "device/split_k.cuh"
@@ -56,8 +57,10 @@ constexpr int FINITE = COPIES - 1;       // f, the last part
 constexpr int BOX_BYTES = PIXELS * 128;  // 64 channels of dY
 constexpr int DY_BOXES = (TILE_N + 63) / 64;
 constexpr int COPY_BYTES = DY_BOXES * BOX_BYTES;
-constexpr bool STORES = !X_ASYNC || !DY_TMA;  // the producer stores to shared memory itself
-using Windows = Pipeline<STAGES, PRODUCERS*(X_ASYNC + STORES) + DY_TMA, 4 * CONSUMERS>;
+constexpr bool DY_ASYNC = !DY_TMA && PARTS == 1 && DY_VEC > 1;  // cp.async needs whole words
+constexpr bool COPIES_ASYNC = X_ASYNC || DY_ASYNC;
+constexpr bool STORES = !X_ASYNC || !(DY_TMA || DY_ASYNC);  // the producer stores to shared memory itself
+using Windows = Pipeline<STAGES, PRODUCERS*(COPIES_ASYNC + STORES) + DY_TMA, 4 * CONSUMERS>;
 
 // ---- bf16 parts of floats ---------------------------------------------------------------------------------
 
@@ -89,32 +92,63 @@ __device__ inline void split(float low, float high, uint32_t (&part)[COPIES]) {
 
 // ---- producer ---------------------------------------------------------------------------------------------
 
-// dY without TMA: chunks of 8 channels of a pixel, cut into parts, go where the 128-byte swizzle has them.
+// dY without TMA: chunks of 8 channels of a pixel, which go where the 128-byte swizzle has them.
+constexpr int CHUNKS = TILE_N / 8, DY_CHUNKS = PIXELS * CHUNKS;
+
+struct Chunk {
+  bool inside;     // the output has its pixel, and its first channel
+  int channel;     // the first one
+  int64_t offset;  // of that, in dY
+  uint32_t to;     // bytes from the stage's start
+};
+
+__device__ inline Chunk dy_chunk(const Args& g, const Tile& tile, int k0, int i) {
+  const int pixel = i / CHUNKS, chunk = i - pixel * CHUNKS, k = k0 + chunk * 8;
+  const int n = tile.image + pixel / (TILE_P * TILE_Q), p = tile.p + pixel / TILE_Q % TILE_P,
+            q = tile.q + pixel % TILE_Q;
+  const bool inside = i < DY_CHUNKS && n < g.batch && p < g.out.h && q < g.out.w && k < g.out_channels;
+  const int at = ((n * g.out.d + tile.d) * g.out.h + p) * g.out.w + q;
+  return {inside, k, int64_t(at) * g.out_channels + k,
+          uint32_t(chunk / 8 * BOX_BYTES + swizzled(pixel, chunk % 8))};
+}
+
+// DY_ASYNC: copies of DY_VEC channels.
+[[maybe_unused]] __device__ inline void copy_dy(const Args& g, const Element* dy, uint32_t stage,
+                                                const Tile& tile, int k0) {
+  constexpr int BYTES = DY_ASYNC ? DY_VEC * ITEM : 4;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < DY_CHUNKS; i += PRODUCERS) {
+    const Chunk chunk = dy_chunk(g, tile, k0, i);
+#pragma unroll
+    for (int v = 0; v < 8; v += DY_VEC) {
+      const bool inside = chunk.inside && chunk.channel + v < g.out_channels;
+      copy_async<BYTES>(stage + chunk.to + v * ITEM, inside ? dy + (chunk.offset + v) : dy,
+                        inside ? BYTES : 0);
+    }
+  }
+}
+
+// Otherwise loads, whose elements are cut into parts where they are float32.
 [[maybe_unused]] __device__ inline void load_dy(const Args& g, const Element* dy, uint32_t stage,
                                                 const Tile& tile, int k0) {
-  constexpr int CHUNKS = TILE_N / 8, TOTAL = PIXELS * CHUNKS, BATCH = 2;
-  for (int base = threadIdx.x; base < TOTAL; base += PRODUCERS * BATCH) {
+  constexpr int BATCH = 2;
+  for (int base = threadIdx.x; base < DY_CHUNKS; base += PRODUCERS * BATCH) {
     Vec<Element, DY_VEC> value[BATCH][8 / DY_VEC];
+    uint32_t to[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
-      const int i = base + j * PRODUCERS, pixel = i / CHUNKS, k = k0 + (i - pixel * CHUNKS) * 8;
-      const int n = tile.image + pixel / (TILE_P * TILE_Q), p = tile.p + pixel / TILE_Q % TILE_P,
-                q = tile.q + pixel % TILE_Q;
-      const bool inside = i < TOTAL && n < g.batch && p < g.out.h && q < g.out.w;
-      const int at = ((n * g.out.d + tile.d) * g.out.h + p) * g.out.w + q;
-      const Element* from = dy + (int64_t(at) * g.out_channels + k);
+      const Chunk chunk = dy_chunk(g, tile, k0, base + j * PRODUCERS);
+      to[j] = stage + chunk.to;
 #pragma unroll
       for (int v = 0; v < 8 / DY_VEC; ++v) {
-        value[j][v] = inside && k + v * DY_VEC < g.out_channels
-                          ? *reinterpret_cast<const Vec<Element, DY_VEC>*>(from + v * DY_VEC)
+        value[j][v] = chunk.inside && chunk.channel + v * DY_VEC < g.out_channels
+                          ? *reinterpret_cast<const Vec<Element, DY_VEC>*>(dy + chunk.offset + v * DY_VEC)
                           : Vec<Element, DY_VEC>{};
       }
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
-      const int i = base + j * PRODUCERS, pixel = i / CHUNKS, chunk = i - pixel * CHUNKS;
-      if (i >= TOTAL) continue;
-      const uint32_t to = stage + chunk / 8 * BOX_BYTES + swizzled(pixel, chunk % 8);
+      if (base + j * PRODUCERS >= DY_CHUNKS) continue;
       uint32_t words[COPIES][4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -132,7 +166,7 @@ __device__ inline void split(float low, float high, uint32_t (&part)[COPIES]) {
 #pragma unroll
       for (int copy = 0; copy < COPIES; ++copy) {
         const uint32_t (&v)[4] = words[copy];
-        store_shared(to + copy * COPY_BYTES, make_uint4(v[0], v[1], v[2], v[3]));
+        store_shared(to[j] + copy * COPY_BYTES, make_uint4(v[0], v[1], v[2], v[3]));
       }
     }
   }
@@ -155,10 +189,15 @@ __device__ inline void produce(const Gradient& dy, const Args& g, const Element*
     }
 #endif
     load_x(g, x, stage + COPIES * COPY_BYTES, tile, c0);
-    if constexpr (X_ASYNC) Barrier::arrive_after_copies(&pipeline.full[at.stage]);
 #if !DY_TMA
-    load_dy(g, dy, stage, tile, k0);
-    fence_async_shared();  // WGMMA reads what was stored here
+    if constexpr (DY_ASYNC) copy_dy(g, dy, stage, tile, k0);
+#endif
+    if constexpr (COPIES_ASYNC) Barrier::arrive_after_copies(&pipeline.full[at.stage]);
+#if !DY_TMA
+    if constexpr (!DY_ASYNC) {
+      load_dy(g, dy, stage, tile, k0);
+      fence_async_shared();  // WGMMA reads what was stored here
+    }
 #endif
     if constexpr (STORES) Barrier::arrive(&pipeline.full[at.stage]);
   }
@@ -324,6 +363,7 @@ __device__ inline void consume(const Args& g, uint32_t stages, Windows& pipeline
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
   for (; kt < kt_end; ++kt) {
     pipeline.wait_full(place);
+    if constexpr (DY_ASYNC) fence_async_shared();  // WGMMA reads what cp.async has written
     const uint32_t stage = stages + place.stage * STAGE_BYTES;
     const uint64_t b = operand(stage, BOX_BYTES);
 #if RAGGED

@@ -181,8 +181,9 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
     waiting = 0.0 if x.is_copied else x_items
-    if dy_stores and (few := math.gcd(v.out_channels, 4)) < 4:
-        waiting += config.pixels * config.tile_n / few / 2
+    vec = math.gcd(v.out_channels, 4)
+    if dy_stores and vec < (4 if v.parts > 1 else 2):  # loads, which are waited for, and not copies
+        waiting += config.pixels * config.tile_n / vec / 2
     turns = turns_of(v, config.tile, config.slice)
     boxes, row = -(-config.tile_n // 64), 2 * min(config.tile_n, 64)
     lines = config.pixels * boxes * lines_of_row(2 * v.out_channels, row) if _dy_by_tma(v) else 0
@@ -206,7 +207,7 @@ def _dy_by_tma(v: Volume) -> bool:
 
 class Gather(SplitFamily[ConvWgradProblem, Config]):
     name = "wgrad_gather"
-    ABI = 1
+    ABI = 2
     file = "gather/wgrad.cu"
 
     def problem_refusal(self, problem: ConvWgradProblem) -> str | None:
