@@ -212,6 +212,7 @@ def _gather() -> Iterator[Run]:
         conv((4, 4, 5), (2, 2, 2), (3, 24), out_dtype="bfloat16"),
         conv((10, 10), (3, 3), (20, 12), dtype="float32"),
         conv((10, 10), (3, 3), (4, 9), rhs_dilation=2, dtype="float32", precision="highest"),
+        conv((7, 9), (3, 3), (8, 11), batch=3),
     ):
         yield from _best(gather.FAMILY, p)
     wide = conv((8, 8), (3, 3), (24, 136), padding=1)
@@ -716,6 +717,7 @@ def _stream() -> Iterator[Run]:
         (products.Case(16, 512, 72, "uint4", 128, "bfloat16", out_dtype="float32"), 16, 2, 2, 2, 1),
         (products.Case(5, 1024, 130, "int8", 1024, None, HALF, HALF, HALF), 8, 4, 2, 2, 1),
         (products.Case(2, 1001, 65, "nf4", 1001, scale_dtype="float32"), 8, 1, 4, 4, 2),
+        (products.Case(20, 2560, 72, "nf4", 64, None, HALF, E4M3), 32, 2, 2, 1, 1),  # without a table
         (products.Case(20, 512, 72, "float4_e2m1fn", 32), 32, 1, 1, 8, 1),
         (products.Case(40, 256, 136, E4M3, 64, x_dtype=E4M3), 64, 2, 1, 2, 3),
         (products.Case(9, 250, 70, "int8", 250, "own", x_dtype=E4M3), 16, 1, 1, 1, 1),
@@ -793,6 +795,12 @@ def _tiled() -> Iterator[Run]:
         (products.Case(17, 384, 136, "int4", 128, None, E8M0, channel=True), 128, 32, 2),
         (products.Case(9, 256, 70, "uint4", 32, "own", E4M3, out_dtype="float32"), 64, 16, 2),
         (products.Case(9, 200, 70, "int8", 200, None, E4M3, channel=True), 64, 16, 2),
+        # Zero points and scales of 16 and 32 bits that go into the weight.
+        (products.Case(70, 352, 130, "uint4", 32, "bfloat16"), 64, 96, 2),
+        (products.Case(130, 256, 136, "int4", 128, HALF, HALF), 128, 192, 2),
+        (products.Case(100, 320, 72, "int8", 16, "float32", "float32"), 64, 128, 2),
+        (products.Case(70, 208, 72, "nf4", 16, None, "float32"), 64, 96, 2),
+        (products.Case(70, 192, 136, "int4", 64, None, HALF), 128, 256, 2),
     ):
         config = tiled.Config(tile_m, tile_n, 2, blocks)
         yield Run(tiled.FAMILY, case.problem, products.without_idle(case.problem, config), case)
@@ -924,6 +932,7 @@ def _experts() -> Iterator[Run]:
         (3, products.Case(50, 1001, 65, "nf4", 1001, None, "float32"), 0, config(64, 64, 2, 5, cut=True)),
         (3, products.Case(21, 320, 70, E4M3, 32, None, "float32", E4M3), 0, config(64, 16, 3, 3)),
         (4, products.Case(150, 256, 264, "float4_e2m1fn", 32), 0, config(128, 128, 2, 3, cut=True)),
+        (4, products.Case(150, 256, 264, "uint4", 32, HALF, HALF), 0, config(128, 128, 2, 3, cut=True)),
         (4, products.Case(20, 208, 72, "float4_e2m1fn", 16, None, HALF, HALF, HALF), 0, config(64, 32, 3, 3)),
         (4, products.Case(40, 320, 136, "float4_e2m1fn", 32, None, "float8_e8m0fnu"), 0,
          config(128, 32, 3, 5, cut=True)),

@@ -92,14 +92,27 @@ __device__ inline uint32_t integers(uint32_t pair) {
   }
 }
 
-// Fields of 4 bits that begin at bit P of each half: sign and 3 bits of magnitude, to floats.
+// Fields of 4 bits that begin at bit P of each half, sign and 3 bits of magnitude: to the highest bit and to
+// the lowest exponent bits and the highest mantissa bit. Their values over 2^14 (fp16) or 2^126, which the
+// exponents' biases leave.
+template <int P>
+__device__ inline uint32_t small_float_bits(uint32_t w) {
+  if constexpr (HALF) {
+    constexpr int LOWEST = 9, SHIFT = LOWEST - P;
+    const uint32_t magnitude = (SHIFT >= 0 ? w << (SHIFT & 31) : w >> (-SHIFT & 31)) & twice(7 << LOWEST);
+    return magnitude | (w << (12 - P) & 0x80008000u);
+  } else {  // a multiplication shifts a field to both places, which do not overlap
+    constexpr int LOWEST = 6, FIRST = P % 8;
+    const uint32_t field = w >> (P - FIRST) & twice(15 << FIRST);
+    return field * (1u << (12 - FIRST) | 1u << (LOWEST - FIRST)) & twice(0x8000 | 7 << LOWEST);
+  }
+}
+
+constexpr uint32_t SMALL_FLOATS = HALF ? 0x7400 : 0x7e80;  // 2^14, 2^126
+
 template <int P>
 __device__ inline uint32_t small_floats(uint32_t w) {
-  constexpr int LOWEST = HALF ? 9 : 6,
-                SHIFT = LOWEST - P;  // to the lowest exponent bits and the highest mantissa bit
-  const uint32_t magnitude = (SHIFT >= 0 ? w << (SHIFT & 31) : w >> (-SHIFT & 31)) & twice(7 << LOWEST);
-  const uint32_t bits = magnitude | (w << (12 - P) & 0x80008000u);
-  return fma2(bits, twice(HALF ? 0x7400 : 0x7e80), 0x80008000u);  // 2^14, 2^126: the exponents' biases
+  return fma2(small_float_bits<P>(w), twice(SMALL_FLOATS), 0x80008000u);
 }
 
 // Two e4m3 in the low bytes of each half.

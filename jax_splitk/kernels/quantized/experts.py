@@ -18,7 +18,6 @@ from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.split_k import whole_splits
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize, tiled, tiles
-from jax_splitk.kernels.quantized.dequantize import has_zero
 from jax_splitk.kernels.quantized.schedule import MAX_UNITS, SPLITS
 from jax_splitk.kernels.quantized.tiles import BARRIER_BYTES, BLOCK_K, CHUNK_BYTES, WARPGROUP_M, k_blocks, tile_bytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -72,7 +71,7 @@ class _Tiles(tiled.Tiled):
         self.table_bytes = 8 * room + 64  # struct Tiles
 
     def x_sums_bytes(self, problem: QuantizedMatmulProblem, tile_n: int) -> int:
-        return super().x_sums_bytes(problem, tile_n + SUM_STEP)
+        return super().x_sums_bytes(problem, tile_n) // tile_n * (tile_n + SUM_STEP)
 
     def fixed_bytes(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> int:
         return super().fixed_bytes(problem, config) + self.table_bytes
@@ -126,7 +125,8 @@ def _padded_rows(problem: QuantizedRaggedDotProblem, config: Config) -> int:
 def _prepared_bytes(problem: QuantizedRaggedDotProblem, config: Config) -> int:
     """Bytes of the copy of x and of the sums of x for zero points."""
     product, rows = problem.product, _padded_rows(problem, config)
-    sums = k_blocks(product) * (BLOCK_K // tiled.period(product)) * rows * 4 if has_zero(product) else 0
+    needed = tiled.needs_sums(product, config.tile_n)
+    sums = k_blocks(product) * (BLOCK_K // tiled.period(product)) * rows * 4 if needed else 0
     return tiled.copy_bytes(product) + -(-sums // 256) * 256
 
 
@@ -134,7 +134,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
     """Preferred whenever it is legal: otherwise all weights are dequantized first, also those without rows."""
 
     name = "quantized_experts"
-    ABI = 1
+    ABI = 2
     file = "quantized/tiled.cu"
 
     # ---- legality ----------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
         blocks, pieces = blocks * together, pieces * together
         tensor, issued, turns = family.block_work(product, config.tile)
         stage = family.stage_bytes(product, config.tile)
-        sums, prepared = tile_bytes(config.tile), family.prepared(product)
+        sums, prepared = tile_bytes(config.tile), family.prepared(product, config.tile)
         return Work(
             tensor_clocks=blocks * tensor,
             shared_bytes=blocks * (BLOCK_K * family.x_item * config.tile_n * config.tile.m_warpgroups + stage),
@@ -315,7 +315,7 @@ class Experts(NamedByFormat, ModelledFamily[QuantizedRaggedDotProblem, Config]):
         partials, args = plan.Pointer(workspace, _prepared_bytes(p, config)), self._args(p, config)
         copy, sums = plan.Pointer(workspace), plan.Pointer(workspace, tiled.copy_bytes(product))
         first = ()
-        if family.prepared(product):
+        if family.prepared(product, config.tile):
             name, rows = self.kernel_name(p, "_prepare"), _padded_rows(p, config)
             first = (tiled.prepare_launch(name, product, rows, copy, sums),)
         static_bytes = BARRIER_BYTES + family.table_bytes

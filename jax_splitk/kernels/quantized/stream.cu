@@ -35,7 +35,8 @@
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
 // (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), those of
-// epilogue.cuh, TILE_N (rows of X), WARPGROUPS, TILES, STAGES, CLUSTER.
+// epilogue.cuh, TABLE (NormalFloat4 by look-ups in shared memory), TILE_N (rows of X), WARPGROUPS, TILES,
+// STAGES, CLUSTER.
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -72,7 +73,8 @@ constexpr int FINISHERS = PART_ITEMS >= EPILOGUE_THREADS ? EPILOGUE_WARPS : (PAR
 
 constexpr int SUMS_AT = STAGES * STAGE_BYTES, INBOXES_AT = SUMS_AT + SUMS_BYTES;
 constexpr int BARRIERS_AT = INBOXES_AT + INBOXES * INBOX_BYTES;
-constexpr int X_AT = (BARRIERS_AT + 384 + 1023) / 1024 * 1024;
+constexpr int TABLE_AT = BARRIERS_AT + 384, TABLE_BYTES = TABLE ? 256 * 32 * 4 : 0;
+constexpr int X_AT = (TABLE_AT + TABLE_BYTES + 1023) / 1024 * 1024;
 constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
@@ -83,7 +85,7 @@ struct Signals {
   Barriers<INBOXES, 1> arrived;
   Barriers<INBOXES, CLUSTER * FINISHERS> free;
 };
-static_assert(sizeof(Signals) <= X_AT - BARRIERS_AT, "barriers");
+static_assert(sizeof(Signals) <= TABLE_AT - BARRIERS_AT, "barriers");
 
 // A thread block: its memory, and its work. The stages [first, last) of k are its part of them, which may not
 // be empty.
@@ -245,10 +247,43 @@ __device__ inline uint4 reordered(uint4 x) {
   named_sync(CONSUMERS, 1);
 }
 
+// ---- NormalFloat4 ----------------------------------------------------------------------------------------
+
+// With TABLE two codes are looked up at once, by the byte of both. A lane has a table of its own in its bank
+// of shared memory, so that no look-up waits for another: entry i of lane l is word 32 * i + l.
+
+#if TABLE
+__device__ inline void fill_table(uint8_t* smem) {
+  uint4* table = reinterpret_cast<uint4*>(smem + TABLE_AT);
+#pragma unroll 1
+  for (int entry = threadIdx.x; entry < 256; entry += CONSUMERS) {
+    const Bytes bytes = normal_floats(entry);
+    const uint32_t pair = __byte_perm(bytes.low, bytes.high, 0x5140);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // eight lanes write to different banks
+      table[entry * 8 + (i + threadIdx.x) % 8] = make_uint4(pair, pair, pair, pair);
+    }
+  }
+  named_sync(CONSUMERS, 1);
+}
+
+// `table`: the lane's, in shared memory.
+__device__ inline void look_up(uint32_t word, uint32_t table, uint32_t (&a)[4]) {
+  // The codes of bytes 0 and 2, and of bytes 1 and 3, in two bytes for each row.
+  constexpr uint32_t low = 0x0f0f0f0fu;
+  const uint32_t row_g = (word & low) | (word >> 12 & ~low), row_g8 = (word >> 4 & low) | (word >> 16 & ~low);
+  const auto second = [](uint32_t bytes) { return __byte_perm(bytes, 0, 0x4441); };
+  a[0] = load_shared<uint32_t>(table + row_g % 256 * 128);
+  a[1] = load_shared<uint32_t>(table + row_g8 % 256 * 128);
+  a[2] = load_shared<uint32_t>(table + second(row_g) * 128);
+  a[3] = load_shared<uint32_t>(table + second(row_g8) * 128);
+}
+#endif
+
 // ---- consumers -------------------------------------------------------------------------------------------
 
 // A lane's values of a tile, over FACTOR.
-__device__ inline void decode_tile(const Words& words, Fragments& a) {
+__device__ inline void decode_tile(const Words& words, [[maybe_unused]] uint32_t table, Fragments& a) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #if E4M3_PRODUCTS
@@ -258,6 +293,8 @@ __device__ inline void decode_tile(const Words& words, Fragments& a) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) a[i / 2][i % 2 * 2 + j] = words[i][j];
     }
+#elif TABLE
+    look_up(words[i][0], table, a[i]);
 #else
     dequantize(words[i], a[i]);
 #endif
@@ -464,7 +501,7 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       uint32_t(SCALES_OFFSET + group * SCALE_ROW + rows * SCALE_ITEM),
       uint32_t(ZEROS_OFFSET + group * ZERO_ROW + rows * ZERO_ITEM),
   };
-  const uint32_t pipeline = shared_address(smem);
+  const uint32_t pipeline = shared_address(smem), table = pipeline + TABLE_AT + id * 4;
   constexpr auto SWIZZLE = X_ROW == 128 ? Swizzle::B128 : Swizzle::B64;
   const uint64_t x_start =
       operand(shared_address(smem + X_AT) + warpgroup * TILES * X_TILE, 16, 8 * X_ROW, SWIZZLE);
@@ -506,7 +543,7 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       if (!AHEAD && unit % TILE_GROUPS == 0) {
         load_words(stage + lane.words + unit / TILE_GROUPS * WORDS_BYTES, words);
       }
-      if (unit % TILE_GROUPS == 0) decode_tile(words, a[unit / TILE_GROUPS % IN_FLIGHT]);
+      if (unit % TILE_GROUPS == 0) decode_tile(words, table, a[unit / TILE_GROUPS % IN_FLIGHT]);
     };
     // The products of a unit of stage s; then the words of the tile after it.
     const auto start = [&](int unit, int s) {
@@ -613,6 +650,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(
     if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
     named_sync(THREADS, READY);
     if (warp < CONSUMERS / 32) {
+#if TABLE
+      fill_table(smem);
+#endif
 #if !X_TMA
       load_x(block, x);
 #endif

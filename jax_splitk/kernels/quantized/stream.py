@@ -1,8 +1,9 @@
 """Kernel family: products of a packed quantized weight with at most 64 rows of activations, on Hopper by WGMMA (device
 code: quantized/stream.cu). e4m3 activations are multiplied directly if the weight's format allows it. The bytes of the
-weight bound the time of such a product. Thread blocks stay on their SMs, keep a slice of the activations in shared
-memory, and stream row tiles of 64 features through a pipeline; a cluster of blocks divides k, and adds its sums through
-distributed shared memory, in a fixed order: the result is deterministic, bit for bit. No workspace is needed.
+weight bound the time of such a product. Values of nf4 are looked up in shared memory, if it has room. Thread blocks
+stay on their SMs, keep a slice of the activations in shared memory, and stream row tiles of 64 features through a
+pipeline; a cluster of blocks divides k, and adds its sums through distributed shared memory, in a fixed order: the
+result is deterministic, bit for bit. No workspace is needed.
 """
 
 import dataclasses
@@ -31,6 +32,8 @@ MAX_STAGES = 14  # barriers
 
 _INBOXES = 2
 _BARRIER_BYTES = 384
+_TABLE_BYTES = 256 * 32 * 4  # of nf4
+_TABLE_SLOTS = 110  # ISSUE_SLOTS with the table
 _ALIGNMENT = 1024  # of x, for the swizzle
 _SUMS_PITCH = TILE + 4
 _SWIZZLE_64B = 2  # CUtensorMapSwizzle
@@ -89,12 +92,22 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     return dequantize.weight_bytes(p, TILE, stage_tiles(config) * TILE)
 
 
+def has_table(p: QuantizedMatmulProblem, config: Config) -> bool:
+    """Whether codes of nf4 are looked up in shared memory, where it has room (TABLE in the device code)."""
+    return p.qtype == "nf4" and _shared_bytes(p, config, _TABLE_BYTES) <= SHARED_BYTES
+
+
 def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    """Bytes of the pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, and the slice of x."""
+    return _shared_bytes(p, config, _TABLE_BYTES if has_table(p, config) else 0)
+
+
+def _shared_bytes(p: QuantizedMatmulProblem, config: Config, table: int) -> int:
+    """Bytes of the pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, the table of nf4, and the
+    slice of x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
-    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES
+    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES + table
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
 
 
@@ -123,8 +136,10 @@ def _clusters(p: QuantizedMatmulProblem, target: Target, cluster: int) -> int:
 
 def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
     """The largest number of stages that fits; more than some 70 kB would delay the first stage."""
-    rest = SHARED_BYTES - shared_bytes(p, dataclasses.replace(config, stages=0))
-    return min(rest // stage_bytes(p, config), MAX_STAGES, max(2, -(-(70 << 10) // stage_bytes(p, config))))
+    fewest = dataclasses.replace(config, stages=2)
+    table = _TABLE_BYTES if has_table(p, fewest) else 0
+    room = SHARED_BYTES - _shared_bytes(p, dataclasses.replace(config, stages=0), table)
+    return min(room // stage_bytes(p, config), MAX_STAGES, max(2, -(-(70 << 10) // stage_bytes(p, config))))
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -162,7 +177,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     """Preferred whenever it is legal: XLA writes the dequantized weight to memory and reads it again."""
 
     name = "quantized_stream"
-    ABI = 1
+    ABI = 2
     file = "quantized/stream.cu"
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
@@ -232,7 +247,8 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         tiles = rounds * stages * stage_tiles(config)
         waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
         sms = min(config.clusters * config.cluster, target.cores)
-        decode = dequantize.ISSUE_SLOTS[problem.qtype] / (2 if e4m3 else 1)
+        slots = _TABLE_SLOTS if has_table(problem, config) else dequantize.ISSUE_SLOTS[problem.qtype]
+        decode = slots / (2 if e4m3 else 1)
         return Work(
             tensor_clocks=tiles * config.tile_n * (3 if zero else 1) / (1 if e4m3 else 0.5),
             instructions=4 * tiles * (decode + config.tile_n),
@@ -257,6 +273,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             "X_TMA": int(_by_tma(problem)),
             "WHOLE": int(_whole_stages(problem, config)),
             "FOURS": int(problem.features % 4 == 0),
+            "TABLE": int(has_table(problem, config)),
             "TILE_N": config.tile_n,
             "WARPGROUPS": config.warpgroups,
             "TILES": config.tiles,

@@ -44,10 +44,10 @@
 //
 // Included after wgmma_rs.cuh. Macros: FORMAT, HALF, E4M3_PRODUCTS (dequantize.cuh), OUT (output.cuh), those
 // of epilogue.cuh, SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), GROUP (k of a scale; 0: all), PERIOD (k
-// of a partial sum), M_WARPGROUPS, K_WARPGROUPS, SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST,
-// TILE_N, STAGES, N_TILES (tiles along n, not more than a band has; 0 for any number), EIGHTS (m is a
-// multiple of 8), WHOLE (the weight does not end in the middle of a block), TRANSPOSED (0 by default),
-// EXPERTS (0, or see experts.cuh).
+// of a partial sum), X_SUMS (zero points take part as multiples of sums of x), M_WARPGROUPS, K_WARPGROUPS,
+// SPLITS, RANGE, LAST_RANGE (cluster_sums.cuh), MULTICAST, TILE_N, STAGES, N_TILES (tiles along n, not more
+// than a band has; 0 for any number), EIGHTS (m is a multiple of 8), WHOLE (the weight does not end in the
+// middle of a block), TRANSPOSED (0 by default), EXPERTS (0, or see experts.cuh).
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -81,7 +81,7 @@ constexpr int TILE_GROUPS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // of the wei
 constexpr int GROUPS = TRANSPOSED ? 2 * TILE_GROUPS : GROUP ? BLOCK_K / GROUP_K : 0;
 constexpr int SCALE_ITEM = item_bytes(SCALE_TYPE), ZERO_ITEM = item_bytes(ZERO_TYPE);
 constexpr int SCALES = GROUPS * WARPGROUP_M * SCALE_ITEM, ZEROS = GROUPS * WARPGROUP_M * ZERO_ITEM;
-constexpr int SUM_ROWS = ZERO_TYPE == NONE || TRANSPOSED ? 0 : BLOCK_K / PERIOD;
+constexpr int SUM_ROWS = X_SUMS ? BLOCK_K / PERIOD : 0;
 constexpr int SUM_COLUMNS = TILE_N + (EXPERTS ? 4 : 0), SUMS_BYTES = SUM_ROWS * SUM_COLUMNS * 4;
 constexpr int CHANNELS = TRANSPOSED && CHANNEL_SCALE ? 2 * 64 * 4 : 0;
 constexpr int ZEROS_AT = M_WARPGROUPS * SCALES, CHANNELS_AT = ZEROS_AT + M_WARPGROUPS * ZEROS;
@@ -138,6 +138,7 @@ constexpr int BAND = 2048 / TILE_N;  // tiles along n that are computed together
 
 // Bands of BAND tiles along n, of which neighbours share weights: what runs together fits in the L2 cache.
 __device__ inline Tile in_bands(int tile, int tiles_m, int tiles_n) {
+  if (tiles_n == 1) return {tile, 0};  // without divisions
   const int band = tile / (min(BAND, tiles_n) * tiles_m), first = band * BAND;
   const int width = min(BAND, tiles_n - first), inside = tile - first * tiles_m, m = inside / width;
   return {m, first + inside - m * width};

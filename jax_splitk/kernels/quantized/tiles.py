@@ -308,9 +308,9 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
     def block_work(self, problem: QuantizedMatmulProblem, config: _Config) -> tuple[float, float, float]:
         """(clocks of the tensor cores, instructions, turns) of a thread block's k block; see `Work`."""
 
-    def prepared(self, problem: QuantizedMatmulProblem) -> bool:
+    def prepared(self, problem: QuantizedMatmulProblem, config: _Config) -> bool:
         """Whether a kernel before this one prepares x."""
-        del problem
+        del problem, config
         return False
 
     def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
@@ -341,7 +341,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         reloaded = self._reloaded_bytes(problem, config, given.units) if is_cut_up else 0.0
         tensor, issued, turns = self.block_work(problem, config)
         slots = config.blocks + given.rest * config.worker_blocks if is_cut_up else 0
-        prepared = self.prepared(problem)
+        prepared = self.prepared(problem, config)
         stage = self.stage_bytes(problem, config)
         return Work(
             tensor_clocks=blocks * tensor,
@@ -393,6 +393,7 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
             "N_TILES": n_tiles if n_tiles <= MAX_N_TILES else 0,
             "EIGHTS": int(problem.m % 8 == 0),
             "WHOLE": int(packing.tiles(problem.contracted) % 2 == 0),
+            "X_SUMS": int(self.x_sums_bytes(problem, config.tile_n) > 0),
             "EXPERTS": 0,
             **self.loop_macros(problem, config),
         }

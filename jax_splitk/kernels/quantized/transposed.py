@@ -76,8 +76,8 @@ class Transposed(Tiled):
     def prepared_bytes(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> int:
         return super().prepared_bytes(problem, config) + _factors_bytes(problem)
 
-    def prepared(self, problem: QuantizedMatmulProblem) -> bool:
-        return super().prepared(problem) or has_factors(problem)
+    def prepared(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> bool:
+        return super().prepared(problem, config) or has_factors(problem)
 
     def block_work(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> tuple[float, float, float]:
         tensor, issued, turns = super().block_work(problem, config)

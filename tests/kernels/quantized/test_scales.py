@@ -101,3 +101,24 @@ def test_the_bytes_of_a_stage_follow_from_the_scales() -> None:
             assert tiled.FAMILY.stage_bytes(wide, TILED[1]) - narrow == 64 * 128 // group
             assert narrow % 64 == 0
             assert stream.stage_bytes(p, STREAM[1]) % 64 == 0
+
+
+@pytest.mark.parametrize(("qtype", "zero", "scale_dtype"), [
+    ("uint4", "bfloat16", "float32"),
+    ("int4", "bfloat16", "bfloat16"),
+    ("int8", "float32", "float16"),
+    ("int8", "own", "float32"),
+    ("nf4", None, "float32"),
+])  # fmt: skip
+def test_weights_of_wide_tiles_are_rounded_once(qtype: str, zero: str | None, scale_dtype: str) -> None:
+    """Parts of scales and zero points that bfloat16 does not hold: what rounding the parts adds is 2^-16 of the weight,
+    and with a zero point 2^-8 of the scale."""
+    case, config = Case(96, 96, 64, qtype, 32, zero, scale_dtype), tiled.Config(64, 96, 2, 1, 1)
+    assert tiled.FAMILY.refusal(case.problem, config) is None
+    assert tiled.in_parts(case.problem, config.tile_n)
+    q, weight = case.every_code(case.operand)
+    out = np.empty((96, 64), jnp.bfloat16)
+    emulator.run(device_plan(tiled.FAMILY, case.problem, config), arrays(q, np.eye(96), case), [out])
+    scale = np.repeat(np.abs(np.asarray(q.scale).astype(np.float64)), case.group_size, axis=0)
+    bound = np.abs(weight) * (2.0**-8 + 2.0**-16) + scale * (2.0**-8 if zero else 0)
+    assert (np.abs(out.astype(np.float64) - weight) <= bound).all()
