@@ -303,12 +303,12 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
 
     def why_xla_untuned(self, problem: ConvProblem) -> str | None:
-        """XLA's matrix products are as fast if tiles fill the machine without splits. Most weights that are transposed
-        were not measured."""
+        """XLA's matrix products are as fast if tiles fill the machine without splits; it has none for groups. Most
+        weights that are transposed were not measured."""
         p = problem
         if (reason := _unmeasured(p)) is not None:
             return reason
-        if is_matrix_product(joined(p)) and pixels(p) > _FEW_PIXELS:
+        if is_matrix_product(joined(p)) and joined(p).feature_group_count == 1 and pixels(p) > _FEW_PIXELS:
             return (
                 f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"
             )

@@ -197,6 +197,8 @@ def layer(kind: type[Any], batch: int, size: int, channels: tuple[int, int], gro
     (layer(ConvFpropProblem, 350, 28, (61, 24), 1, **HALF), "fprop_im2col_padded"),
     (layer(ConvFpropProblem, 64, 112, (3, 64), 1, **HALF), "fprop_gather"),
     (layer(ConvFpropProblem, 64, 28, (128, 128), 16, **HALF), "fprop_grouped"),
+    (conv_of(ConvFpropProblem, (56, 56), (1, 1), (1028, 1028), groups=4, batch=5, **HALF), "fprop_im2col_padded"),
+    (conv_of(ConvDgradProblem, (56, 56), (1, 1), (260, 260), groups=4, batch=20, **HALF), "dgrad_im2col_padded"),
 ], ids=str)  # fmt: skip
 def test_untuned_choices(p: ConvProblem, name: str) -> None:
     choice = select(p, DEFAULT_CUDA, Options(implied=not isinstance(p, ConvWgradProblem)))
