@@ -21,7 +21,8 @@ def _weights(module: Module) -> list[dict[str, Any]]:
 
 
 def says(module: Module, field: str) -> set[Any]:
-    """The values of a field of `weights` in the groups, but for those that are no word, number or None."""
+    """The values that the groups' `weights` give a field. Lists and other values that are no string, number or None are
+    left out."""
     values = [weights.get(field) for weights in _weights(module)]
     return {value for value in values if isinstance(value, str | int | None)}
 

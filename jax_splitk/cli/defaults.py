@@ -58,7 +58,8 @@ def _length(value: Any) -> int:
 
 
 def _product(dtype_field: str, **others: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Completes the fields of a product: its operand's dtype, which the result has unless it has 8 bits, and others."""
+    """Completes the fields of a product. The default of `dtype_field` is bfloat16. The result has the operand's dtype,
+    but bfloat16 for an operand in float8_e4m3fn. `others` are further defaults."""
 
     def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         dtype = fields.get(dtype_field, "bfloat16")

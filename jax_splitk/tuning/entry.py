@@ -146,7 +146,8 @@ class Entry:
         return first / min(times) - 1 if times and first else None
 
     def is_searched(self, workspace_limit: int) -> bool:
-        """Whether the choice stands for a caller of this limit: it was searched under one as large, or the default."""
+        """Whether a caller with this limit can take the choice. The search must have allowed as much workspace, or the
+        default limit."""
         return self.workspace_limit_bytes >= min(workspace_limit, DEFAULT_WORKSPACE_LIMIT)
 
     def best(self, workspace_limit: int, implementation: str | None = None) -> Candidate | None:

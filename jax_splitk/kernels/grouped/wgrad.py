@@ -131,7 +131,7 @@ class Tiling:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a job's units of X."""
+        """The number of pairs of units of X that a warp has in a job."""
         return -(-self.warp_in * self.warp_columns // 2)
 
 
