@@ -1,11 +1,13 @@
 """How good choices are on problems that no fit has seen: untuned, tuned, and against XLA. See README.md of benchmarks.
 
 python -m benchmarks.cost_model.evaluate OUT.jsonl [--earlier FILE ...] [--problems 300] [--seconds 540]
+python -m benchmarks.cost_model.evaluate OUT.jsonl [--kinds DRAWS | --again FILE ...] [--part 0/2]
 python -m benchmarks.cost_model.evaluate OUT.jsonl [MORE.jsonl ...] --report TABLE.md PLOT.svg
 
 For each problem the cost model makes a choice, tuning makes another, and for every few problems a second tuning makes a
 third. Then these choices, the fastest candidates of the tuning and XLA are timed against each other. This last
-measurement gives the figures. Each problem adds a line to OUT; a later run continues after the last line.
+measurement gives the figures. Each problem adds a line to OUT; a later run continues after the last line. The problems
+are random ones, with --kinds those of `benchmarks.kinds`, or with --again those of earlier records.
 """
 
 import argparse
@@ -17,13 +19,13 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import kinds, report
 from benchmarks.cost_model import problems, records, tuned
 from benchmarks.cost_model.problems import Drawn
 from benchmarks.cost_model.records import Record, Timed
@@ -37,7 +39,7 @@ from jax_splitk.tuning.key import key_for, problem_as_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from jax_splitk.tuning.select import select
 
-SEED = 10  # no fit has it: 1 is a sweep's, 3 to 9 are in data/
+SEED = 12  # no fit has it: 1 is a sweep's, 3 to 11 are in data/
 OPS = ("conv_wgrad", "quantized_matmul")
 AGAIN = 5  # one problem in so many is tuned twice
 BEHIND = 2  # whose last measurement the next ones do not wait for
@@ -136,6 +138,20 @@ def fastest(entries: Iterable[Entry]) -> list[Candidate]:
     return sorted(us, key=lambda c: us[c])[:FASTEST]
 
 
+def numbered(options: argparse.Namespace, target: Target) -> Iterator[tuple[int, Drawn]]:
+    """The problems of this part, with their numbers among all."""
+    found: Iterable[tuple[int, Drawn]]
+    if options.again:
+        found = enumerate({r.problem: Drawn(r.kind, r.problem) for r in records.read(options.again)}.values())
+    elif options.kinds:
+        passes: list[Any] = [(case.group, case.problem()) for case in kinds.drawn(options.seed, options.kinds)]
+        found = enumerate({p: Drawn(kind, p) for kind, p in passes}.values())
+    else:
+        found = problems.stream(options.seed, target, OPS, options.max_flops)
+    number, parts = options.part
+    return ((index, drawn) for index, drawn in found if index % parts == number)
+
+
 def run(options: argparse.Namespace) -> int:
     """The number of problems that were evaluated.
 
@@ -146,8 +162,8 @@ def run(options: argparse.Namespace) -> int:
     known = [line for path in (*options.earlier, *options.out) for line in records.lines(path)]
     begun = {line["index"] for line in known if "index" in line}
     wanted = max(0, options.problems - sum("us" in line for line in known))
-    stream = problems.stream(options.seed, target, OPS, options.max_flops)
-    waiting = list(itertools.islice(((index, drawn) for index, drawn in stream if index not in begun), wanted))
+    new = ((index, drawn) for index, drawn in numbered(options, target) if index not in begun)
+    waiting = list(itertools.islice(new, wanted))
     keys = [(key_for(drawn.problem, target), DEFAULT_WORKSPACE_LIMIT) for _, drawn in waiting]
     last: collections.deque[tuple[int, Future[str]]] = collections.deque()
     count = 0
@@ -260,6 +276,15 @@ def write_report(found: Sequence[Outcome], paths: Iterable[pathlib.Path]) -> Non
             save(plot(found), path)
 
 
+def part(text: str) -> tuple[int, int]:
+    """The numbers of "I/N"."""
+    number, _, parts = text.partition("/")
+    found = int(number), int(parts)
+    if not 0 <= found[0] < found[1]:
+        raise ValueError(f"part {text!r}; accepted: I/N with I from 0 to N - 1")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=pathlib.Path, nargs="+", metavar="OUT.jsonl", help="the first is written")
@@ -268,6 +293,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540, help="after which no problem is begun; 540")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of tuning a problem")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th problem from the I-th on")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--kinds", type=int, metavar="DRAWS", help="so many convolutions of each kind, in all passes")
+    other.add_argument("--again", type=pathlib.Path, nargs="+", metavar="FILE", help="the problems of these records")
     parser.add_argument("--max-flops", type=float, default=problems.MAX_FLOPS if report.on_gpu() else CPU_FLOPS)
     parser.add_argument(
         "--report", type=pathlib.Path, nargs="+", metavar="FILE", help="made of what there is: .md, .svg"

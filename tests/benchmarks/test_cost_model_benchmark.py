@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import ceilings
-from benchmarks.cost_model import evaluate, fit, learn, problems, records, regret, sweep, tuned
+from benchmarks.cost_model import against, evaluate, fit, learn, problems, records, regret, renew, sweep, tuned
 from benchmarks.cost_model.evaluate import Outcome
 from benchmarks.cost_model.records import Record, Timed
 from benchmarks.pages import RESULTS
@@ -168,6 +168,67 @@ def test_xlas_times_in_a_report_are_records(name: str, tmp_path: pathlib.Path) -
     found, kept = records.read([out]), records.read([records.DATA / "kinds_h100.jsonl"])
     assert len(found) >= 20 and all(record in kept for record in found)
     assert {record.target.device_kind for record in found} == {"NVIDIA H100 80GB HBM3"}
+
+
+@pytest.mark.parametrize(
+    "source", [["--kinds", "2", "--seed", "5"], ["--again", str(records.DATA / "evaluated_h200_seed9.jsonl")], []]
+)
+def test_parts_of_an_evaluation_have_all_problems_once(source: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(evaluate, "run", lambda options: given.append(options) or 1)
+    for part in ([], ["--part", "0/2"], ["--part", "1/2"]):
+        assert evaluate.main(["out.jsonl", *source, *part, "--max-flops", "1e12"]) == 0
+    whole, even, odd = (list(itertools.islice(evaluate.numbered(o, DEFAULT_CUDA), 40)) for o in given)
+    assert [index for index, _ in whole[:12]] == [*range(12)]
+    assert len({drawn.problem for _, drawn in whole}) == len(whole) > 20
+    assert even[:8] == whole[:16:2] and odd[:8] == whole[1:16:2]
+
+
+@pytest.mark.parametrize("text", ["2/2", "-1/2", "1", "a/b"])
+def test_a_part_that_there_is_not(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["out.jsonl", f"--part={text}"])
+    assert "--part" in capsys.readouterr().err
+
+
+def times(problem: Any, us: float, xla_us: float, target: Target = DEFAULT_CUDA, kind: str = "a") -> Record:
+    family = next(f for f in kernels.families("quantized_matmul", "cuda") if f.refusal(problem) is None)
+    config = family.candidates(problem, DEFAULT_CUDA)[0]
+    return Record(problem, target, (Timed(Candidate(family, config), us), Timed(XLA, xla_us)), kind=kind)
+
+
+def written(path: pathlib.Path, found: list[Record], *more: str) -> pathlib.Path:
+    path.write_text("".join(f"{line}\n" for line in (*more, *(r.dumps() for r in found))))
+    return path
+
+
+def test_new_times_beside_the_old_and_in_their_place(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, three = (d.problem for d in drawn(3, ops=("quantized_matmul",)))
+    other = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA H100 80GB HBM3")
+    old = [times(one, 10, 20), times(two, 10, 20), times(two, 15, 20, other)]
+    new = [times(one, 5, 20), times(two, 20, 10, kind="b"), times(three, 1, 1)]
+    data = tmp_path / "data"
+    data.mkdir()
+    first = written(data / "first.jsonl", old, '{"environment": {}}')
+    fresh = written(tmp_path / "new.jsonl", new)
+
+    assert against.main([str(first), str(fresh)]) == 0
+    found = against.pairs(records.read([first]), records.read([fresh]))
+    assert [(p.ratio, p.over_xla) for p in found] == [(0.5, 4.0), (2.0, 0.5)]
+    assert against.table(found)[1] == ["all", "2", "1.00", "0.50", "2.00", "1.41", "0.50"]
+    assert [row[:3] for row in against.table(found)[2:]] == [["a", "1", "0.50"], ["b", "1", "2.00"]]
+    assert "0.500 (10.0 -> 5.0 us, XLA 20.0)" in capsys.readouterr().out
+    assert against.main([str(written(tmp_path / "none.jsonl", [])), str(fresh)]) == 1
+
+    into = data / "second.jsonl"
+    assert renew.renew([fresh], into) == (3, 2)
+    assert records.read([first]) == [times(two, 15, 20, other)]
+    assert first.read_text().startswith('{"environment": {}}')
+    assert records.read([into]) == new
+    assert renew.renew([fresh], into) == (3, 3)
+    assert records.read([into]) == new
 
 
 def test_what_ships_is_what_the_fit_writes() -> None:
