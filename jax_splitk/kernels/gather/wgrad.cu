@@ -32,7 +32,7 @@
 // from one tap to the next. SEGMENTS of SEGMENT elements have SEGMENT_ROWS rows each, of which PARITY (0 or
 // 1) come before the first element. COPIES: bf16 parts of an operand, h, m, (l,) f. CHAIN: times 16 pixels
 // from one rounding addition to the next, with three parts. RAGGED: some tiles reach beyond the output.
-// DY_VEC: channels of dY that are a divisor of all, without DY_TMA.
+// DY_VEC: channels of dY that are loaded or copied at a time without DY_TMA; they divide all.
 
 #include "device/skeleton.cuh"
 #include "device/split_k.cuh"
