@@ -1,5 +1,6 @@
-// The host convolution: out[p, f] = sum over m of im2col(lhs)[p, m] * weight[m, f], where p is an output pixel and m is
-// (filter tap, input channel of the group). An input gradient is such a convolution with a mirrored weight.
+// The host convolution: out[p, f] = sum over m of im2col(lhs)[p, m] * weight[m, f], where p is an output
+// pixel and m is (filter tap, input channel of the group). An input gradient is such a convolution with a
+// mirrored weight.
 
 #include <algorithm>
 #include <cstdint>

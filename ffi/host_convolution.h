@@ -16,8 +16,8 @@ using Floats = ffi::Buffer<ffi::F32>;
 
 constexpr int64_t kMinBlock = 8, kMaxBlock = 4096;
 
-// A convolution with three spatial dimensions, leading ones of size 1: the attribute `geometry`, in its order. Numbers
-// are below 2^31, so that no product of two numbers overflows.
+// A convolution with three spatial dimensions, leading ones of size 1: the attribute `geometry`, in its
+// order. Numbers are below 2^31, so that no product of two numbers overflows.
 struct Geometry {
   int64_t batch, in_channels, out_channels, in[3], out[3], kernel[3];  // at least 0
   int64_t groups, stride[3], lhs_dilation[3], rhs_dilation[3];         // at least 1
@@ -86,7 +86,8 @@ struct ConvolutionProduct : Product {
   const float *lhs, *other;
 };
 
-// Computes a convolution's product in `splits` parts, `block` of k at a time. If `why` is not empty, it is the error.
+// Computes a convolution's product in `splits` parts, `block` of k at a time. If `why` is not empty, it is
+// the error.
 template <typename Call>
 ffi::Error RunConvolution(const char* name, std::string why, ffi::ThreadPool& pool, Call* call, Floats lhs,
                           Floats other, int64_t splits, int64_t block, ffi::Result<Floats> out,

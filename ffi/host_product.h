@@ -1,14 +1,15 @@
-// Split products on XLA's threads, for every operation: out[row, column] = sum over k of a[row, k] b[k, column] in
-// float32, for each group. Each group has columns of its own. An operation defines how to load a and b.
+// Split products on XLA's threads, for every operation: out[row, column] = sum over k of a[row, k] b[k,
+// column] in float32, for each group. Each group has columns of its own. An operation defines how to load a
+// and b.
 //
-// A task is (split of k, block of rows, tile of columns). A task adds along its split, in its thread's slot of the
-// workspace. With several splits, tasks write partial results to the workspace, and a second parallel phase adds them
-// in the order of the splits. The order of additions depends only on the operation and `splits`, never on the threads,
-// so results are bitwise repeatable.
+// A task is (split of k, block of rows, tile of columns). A task adds along its split, in its thread's slot
+// of the workspace. With several splits, tasks write partial results to the workspace, and a second parallel
+// phase adds them in the order of the splits. The order of additions depends only on the operation and
+// `splits`, never on the threads, so results are bitwise repeatable.
 //
-// One float32 cannot hold a long sum: beyond 2^24 it no longer grows by ones. So a long split is summed in runs of kRun
-// products. The sums of runs, and the partial results, are added with compensation for rounding (`Total`). The error of
-// a sum is then that of one run, however long the sum is.
+// One float32 cannot hold a long sum: beyond 2^24 it no longer grows by ones. So a long split is summed in
+// runs of kRun products. The sums of runs, and the partial results, are added with compensation for rounding
+// (`Total`). The error of a sum is then that of one run, however long the sum is.
 #pragma once
 
 #include <cmath>
@@ -45,9 +46,9 @@ struct Kept {
   int64_t row, column, columns;
 };
 
-// The work of a task: `rows` rows of a from `row` on and `columns` columns of b from `column` on, both of a group,
-// summed over k from `begin` to `end`. `to` is where its columns of row 0 belong; those of row i, as Keep has
-// it, lie i * stride floats further on.
+// The work of a task: `rows` rows of a from `row` on and `columns` columns of b from `column` on, both of a
+// group, summed over k from `begin` to `end`. `to` is where its columns of row 0 belong; those of row i, as
+// Keep has it, lie i * stride floats further on.
 struct Piece {
   int64_t group, row, rows, column, columns, begin, end;
   float* to;
@@ -67,12 +68,12 @@ struct Product {
   int64_t rows, k, columns, groups;  // rows of a and columns of b in each group
   int64_t span;  // parts of a group's rows and columns; rows multiply only columns of the same part
   int64_t splits;
-  int64_t grain;      // splits begin at multiples of grain
-  int64_t depth;      // elements of k that are loaded at a time
-  int64_t row_block;  // rows in a task
+  int64_t grain;        // splits begin at multiples of grain
+  int64_t depth;        // elements of k that are loaded at a time
+  int64_t row_block;    // rows in a task
   int64_t more_blocks;  // blocks of rows beyond those of `rows`, if each of several parts ends in its own
-  float* out;         // [rows / span][groups * columns]
-  float* workspace;   // if there are several splits, their partial results; then the slots
+  float* out;           // [rows / span][groups * columns]
+  float* workspace;     // if there are several splits, their partial results; then the slots
 
   int64_t size() const { return rows / span * groups * columns; }
   int64_t column_tiles() const { return CeilDiv(columns, kTileColumns); }
@@ -96,8 +97,15 @@ struct Product {
     const int64_t grains = CeilDiv(k, grain), begin = split * grains / splits * grain;
     const int64_t end = std::min(k, (split + 1) * grains / splits * grain), stride = groups * columns;
     float* to = Partial(split) + group * columns + column;
-    return {group, row, std::min(row_block, rows - row), column, std::min(kTileColumns, columns - column),
-            begin, end, to, stride};
+    return {group,
+            row,
+            std::min(row_block, rows - row),
+            column,
+            std::min(kTileColumns, columns - column),
+            begin,
+            end,
+            to,
+            stride};
   }
 
   float* Partial(int64_t split) const { return splits == 1 ? out : workspace + split * partial_size(); }
@@ -121,9 +129,10 @@ inline std::string SetResults(Product* p, float* out, ffi::Result<ffi::Buffer<ff
   return "";
 }
 
-// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order. With `apart`
-// the products are added up before they are added to `sums`: two short chains of additions round less than a long one.
-// Vectors are loaded and stored one by one: compilers keep an array in memory if memcpy touches it as a whole.
+// sums[6][kTileColumns] += a[6][depth] * tile[depth][kTileColumns] for two vectors of columns, in k's order.
+// With `apart` the products are added up before they are added to `sums`: two short chains of additions round
+// less than a long one. Vectors are loaded and stored one by one: compilers keep an array in memory if memcpy
+// touches it as a whole.
 template <int lanes, bool apart>
 JAX_SPLITK_INLINE void Multiply(const float* const (&a)[kRowsAtOnce], int64_t k_stride, const float* tile,
                                 int64_t depth, float* sums) {

@@ -18,10 +18,10 @@ namespace jax_splitk {
 
 namespace ffi = xla::ffi;
 
-// Runs body(task, slot) for every task in [0, tasks) on the calling thread and up to `helpers` of the pool's. Threads
-// claim tasks from a counter. So the caller alone can finish them, and waits only for threads that are already working:
-// there is no deadlock, even if the pool has one thread and that is the caller. A helper that starts late finds no task
-// and touches only `Job`, which it keeps alive.
+// Runs body(task, slot) for every task in [0, tasks) on the calling thread and up to `helpers` of the pool's.
+// Threads claim tasks from a counter. So the caller alone can finish them, and waits only for threads that
+// are already working: there is no deadlock, even if the pool has one thread and that is the caller. A helper
+// that starts late finds no task and touches only `Job`, which it keeps alive.
 inline void ParallelFor(ffi::ThreadPool& pool, int64_t helpers, int64_t tasks,
                         std::function<void(int64_t, int64_t)> body) {
   struct Job {
@@ -52,8 +52,8 @@ struct Vector {
   typedef float Floats __attribute__((vector_size(4 * lanes)));
 };
 
-// RunTask<lanes>(operation, task, slot), compiled for this CPU, with vectors as wide as its registers. Only the machine
-// decides which variant runs.
+// RunTask<lanes>(operation, task, slot), compiled for this CPU, with vectors as wide as its registers. Only
+// the machine decides which variant runs.
 template <typename Operation>
 using Task = void(const Operation& operation, int64_t task, float* slot);
 

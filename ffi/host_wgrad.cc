@@ -33,7 +33,8 @@ struct Wgrad : ConvolutionProduct {
     return {chunk, 1, kChunk};
   }
 
-  // A product may join several of the convolution's groups. Only sums between channels of the same group belong to dW.
+  // A product may join several of the convolution's groups. Only sums between channels of the same group
+  // belong to dW.
   Kept Keep(int64_t m, int64_t columns) const {
     if (span == 1) return {m, 0, columns};
     const int64_t channels = geo.in_channels / geo.groups, each = geo.out_channels / geo.groups;
@@ -41,8 +42,8 @@ struct Wgrad : ConvolutionProduct {
     return {tap * channels + m % channels, part * each, each};
   }
 
-  // to[i][0:width] = the input that the pixels read at the filter tap, from the channel on. Works line by line of the
-  // output.
+  // to[i][0:width] = the input that the pixels read at the filter tap, from the channel on. Works line by
+  // line of the output.
   JAX_SPLITK_INLINE void LoadTap(int64_t tap, int64_t channel, int64_t width, int64_t pixel, int64_t depth,
                                  float* to) const {
     const int64_t kw = tap % geo.kernel[2], kh = tap / geo.kernel[2] % geo.kernel[1];

@@ -29,8 +29,9 @@ ffi::Error CudaError(const Driver& driver, const std::string& what, CUresult res
   return ffi::Error::Internal("jax_splitk_launch: " + what + ": " + driver.ErrorString(result));
 }
 
-// Machine code is loaded once per process and content: XLA instantiates every call site separately. A context-free
-// CUlibrary serves every device. Libraries are never unloaded, since a recorded graph may still hold their kernels.
+// Machine code is loaded once per process and content: XLA instantiates every call site separately. A
+// context-free CUlibrary serves every device. Libraries are never unloaded, since a recorded graph may still
+// hold their kernels.
 ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* library) {
   static std::mutex& mutex = *new std::mutex;
   static auto& libraries = *new std::map<std::string, CUlibrary, std::less<>>;  // by content
@@ -52,8 +53,8 @@ ffi::Error LoadLibrary(const Driver& driver, std::string_view cubin, CUlibrary* 
   return ffi::Error::Success();
 }
 
-// What is wrong with the sizes of a launch's parameters: with wrong sizes the driver or the kernel would read beyond
-// them. Empty if they are right, or if the driver cannot tell (before CUDA 12.4).
+// What is wrong with the sizes of a launch's parameters: with wrong sizes the driver or the kernel would read
+// beyond them. Empty if they are right, or if the driver cannot tell (before CUDA 12.4).
 std::string ParametersRefusal(const Driver& driver, CUkernel kernel, const std::vector<ParamSpec>& params) {
   if (!driver.kernel_get_param_info) return "";
   size_t count = 0, offset, size;
@@ -68,7 +69,8 @@ std::string ParametersRefusal(const Driver& driver, CUkernel kernel, const std::
   return Text("takes ", count, " parameters; the plan gives ", params.size());
 }
 
-// The state of one call site: its parsed plan, its kernels, and the devices on which their attributes have been set.
+// The state of one call site: its parsed plan, its kernels, and the devices on which their attributes have
+// been set.
 struct LaunchState {
   static ffi::TypeId id;
   const Driver* driver = nullptr;
@@ -115,8 +117,8 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   return state;
 }
 
-// The limit of dynamic shared memory is an attribute of a kernel on a device. Plans that share a kernel may need
-// different amounts, so the limit is only ever raised.
+// The limit of dynamic shared memory is an attribute of a kernel on a device. Plans that share a kernel may
+// need different amounts, so the limit is only ever raised.
 CUresult AllowSharedBytes(const Driver& driver, CUkernel kernel, CUdevice device, int bytes) {
   static std::mutex& mutex = *new std::mutex;
   static auto& allowed = *new std::map<std::pair<CUkernel, CUdevice>, int>;
@@ -192,8 +194,8 @@ CUresult Launch(const LaunchState& state, size_t which, CUstream stream, const s
   return state.driver->launch_kernel(&config, state.kernels[which], params.data(), nullptr);
 }
 
-// This is on the hot path: XLA records a graph again whenever a buffer moves. It neither allocates device memory nor
-// waits.
+// This is on the hot path: XLA records a graph again whenever a buffer moves. It neither allocates device
+// memory nor waits.
 ffi::Error Execute(CUstream stream, LaunchState* state, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary) {
   ++g_executed;
@@ -239,7 +241,8 @@ constexpr XLA_FFI_TypeInfo kStateTypeInfo = ffi::MakeTypeInfo<LaunchState>();
 
 }  // namespace
 
-// Attributes are read as a dictionary, so that a call may carry further attributes for readers of HLO (the config).
+// Attributes are read as a dictionary, so that a call may carry further attributes for readers of HLO (the
+// config).
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchExecute, Execute,

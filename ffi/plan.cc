@@ -5,7 +5,8 @@
 namespace jax_splitk {
 namespace {
 
-// Reads words with range checks; after the first failure every read returns 0, and the message of the failure stays.
+// Reads words with range checks; after the first failure every read returns 0, and the message of the failure
+// stays.
 class Reader {
  public:
   Reader(const int64_t* words, size_t count) : words_(words), count_(count) {}

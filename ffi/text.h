@@ -7,8 +7,9 @@
 
 namespace jax_splitk {
 
-// A string or an integer in a message. It uses no streams: if the C++ library is linked statically, its locales may
-// differ from those that other libraries of the process have set up, and printing a number crashes.
+// A string or an integer in a message. It uses no streams: if the C++ library is linked statically, its
+// locales may differ from those that other libraries of the process have set up, and printing a number
+// crashes.
 template <typename Part>
 void Append(std::string& text, const Part& part) {
   if constexpr (std::is_integral_v<Part>) {

@@ -1,6 +1,7 @@
-// Patches for the matrix product (contraction/products.cu): convolutions whose filter is as large as its stride, so that
-// windows neither overlap nor leave the image. A row of the filter is `row` contiguous elements (columns x
-// channels) of the input, which pads to `chunks` times 64 where it is an index of the product.
+// Patches for the matrix product (contraction/products.cu): convolutions whose filter is as large as its
+// stride, so that windows neither overlap nor leave the image. A row of the filter is `row` contiguous
+// elements (columns x channels) of the input, which pads to `chunks` times 64 where it is an index of the
+// product.
 //
 //   PATCH 1  forward:           A[pixel, (filter row, element)] are windows, B is the weight
 //   PATCH 2  weight's gradient: A[pixel, (filter row, element)] are windows, MN-major, D is the weight

@@ -14,7 +14,7 @@ constexpr int WEIGHT_THREADS = 256, WEIGHT_SIDE = 32;
 
 extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS)
     KERNEL(_transpose)(const TypeOf<ELEMENT>::type* from, TypeOf<ELEMENT>::type* to,
-                    const __grid_constant__ WeightArgs g) {
+                       const __grid_constant__ WeightArgs g) {
   __shared__ TypeOf<ELEMENT>::type part[WEIGHT_SIDE][WEIGHT_SIDE + 1];
   launch_dependent_grids();
   int tap = blockIdx.x;

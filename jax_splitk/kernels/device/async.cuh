@@ -261,16 +261,17 @@ __device__ inline void store_tile(const void* map, const void* from, int x, int 
 }
 
 // The same; `hint` says how long the L2 is to keep what is stored.
-__device__ inline void store_tile_hinted(const void* map, const void* from, uint64_t hint, int x, int y, int z) {
+__device__ inline void store_tile_hinted(const void* map, const void* from, uint64_t hint, int x, int y,
+                                         int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(
-          map),
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::
+          "l"(map),
       "r"(shared_address(from)), "r"(x), "r"(y), "r"(z), "l"(hint)
       : "memory");
 }
 
-__device__ inline void store_tile_hinted(const void* map, const void* from, uint64_t hint, int x, int y, int z,
-                                       int u) {
+__device__ inline void store_tile_hinted(const void* map, const void* from, uint64_t hint, int x, int y,
+                                         int z, int u) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], "
       "%6;" ::"l"(map),

@@ -1,16 +1,17 @@
-// The skeleton of a persistent kernel: a thread block computes one tile (wgmma_tile.cuh) after the other. While
-// a tile is stored, the next one is multiplied, and the one after that is loaded.
+// The skeleton of a persistent kernel: a thread block computes one tile (wgmma_tile.cuh) after the other.
+// While a tile is stored, the next one is multiplied, and the one after that is loaded.
 //
-// Roles: of warpgroup 0, warp 0 loads by TMA, and warp 1 schedules: it finds the thread block's items of work, a
-// few of them ahead. The other warpgroups are consumers, one or two: they multiply, and leave their rows of the
-// results in shared memory (packed_tile.cuh), from where warps 2 and 3 store them by TMA, each those of one
-// consumer. A consumer does not wait for the other: one may store while the other multiplies.
+// Roles: of warpgroup 0, warp 0 loads by TMA, and warp 1 schedules: it finds the thread block's items of
+// work, a few of them ahead. The other warpgroups are consumers, one or two: they multiply, and leave their
+// rows of the results in shared memory (packed_tile.cuh), from where warps 2 and 3 store them by TMA, each
+// those of one consumer. A consumer does not wait for the other: one may store while the other multiplies.
 //
 // Barriers, with arrivals of a phase:
 //   stages    `full` 1 of the loader, and the bytes of its copies; `empty` 1 of each consumer warpgroup, once
 //             the WGMMAs that read the stage have retired
 //   items     `full` 1 of the scheduler; `empty` 1 of each warp that has read the item
-//   results   of each consumer: `full` 1 of each of its warps; `empty` 1 of the warp that stores, once TMA has
+//   results   of each consumer: `full` 1 of each of its warps; `empty` 1 of the warp that stores, once TMA
+//   has
 //             read them
 //
 // A kernel is a struct that derives from `PersistentKernel`.
@@ -80,7 +81,8 @@ struct Worklist {
     return taken.item;
   }
 
-  // The same. The compiler knows that all lanes have the same numbers, and else wraps TMA instructions in loops.
+  // The same. The compiler knows that all lanes have the same numbers, and else wraps TMA instructions in
+  // loops.
   __device__ Item take_uniform(Position& at) {
     union {
       Item item;
@@ -199,5 +201,6 @@ __device__ __forceinline__ void run_items(const Kernel& kernel) {
           work.put(last, at);
         }
       },
-      [&](int) { multiply_items(kernel, work, stages, pipeline, staged, results); }, pipeline, work.ring, results);
+      [&](int) { multiply_items(kernel, work, stages, pipeline, staged, results); }, pipeline, work.ring,
+      results);
 }

@@ -58,7 +58,8 @@ __device__ inline void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// A sum of WGMMA's goes straight to memory: a move between registers of two types would serialize the products.
+// A sum of WGMMA's goes straight to memory: a move between registers of two types would serialize the
+// products.
 __device__ inline void store_shared(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }

@@ -101,9 +101,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, REDUCE_BLOCKS)
     wgrad(UNPACK arguments, to);                                                                      \
   }
 #if REDUCTION
-#define SPLIT_K_KERNELS(parameters, arguments) \
-  SPLIT_K_KERNEL(KERNEL(_partial), parameters, arguments, float)
+#define SPLIT_K_KERNELS(parameters, arguments) SPLIT_K_KERNEL(KERNEL(_partial), parameters, arguments, float)
 #else
-#define SPLIT_K_KERNELS(parameters, arguments) \
-  SPLIT_K_KERNEL(KERNEL(_direct), parameters, arguments, Output)
+#define SPLIT_K_KERNELS(parameters, arguments) SPLIT_K_KERNEL(KERNEL(_direct), parameters, arguments, Output)
 #endif

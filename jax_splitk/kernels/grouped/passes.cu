@@ -27,7 +27,8 @@
 // at a negative coordinate is an illegal instruction. A line begins anywhere, and is to lie at a multiple of
 // 128 bytes for TMA; where pixels have fewer, threads copy it.
 //
-// Bias and activation of an epilogue (device/epilogue.cuh) are applied while results are put into shared memory.
+// Bias and activation of an epilogue (device/epilogue.cuh) are applied while results are put into shared
+// memory.
 //
 // Macros: ELEMENT, OUT, CTAS_PER_SM, IN_CHANNELS, OUT_CHANNELS, GROUP_IN, GROUP_OUT (of a group), BUNDLE_IN,
 // BUNDLE_OUT (channels), BUNDLES (of the block), MIRRORED; of d, h and w INPUT, OUTPUT, KERNEL, DOWN, UP,

@@ -4,17 +4,18 @@
 //
 // TMA loads zeros for what is beyond the group's rows (group_map.cuh). Who computes what: schedule_k.cuh.
 //
-// Workspace: slots of fp32 sums of a tile. The pieces of tiles that are cut have one each, and the last kernel adds
-// them. For float32 results each worker has one more, for the sums of a tile that takes several items.
+// Workspace: slots of fp32 sums of a tile. The pieces of tiles that are cut have one each, and the last
+// kernel adds them. For float32 results each worker has one more, for the sums of a tile that takes several
+// items.
 //
 // Macros: ELEMENT (a number of output.cuh), HAS_OFFSET (1: a group offset is given), CHAIN_STAGES (that the
-// tensor cores add: they truncate sums, which a float32 result would show), and those of schedule_k.cuh and of
-// device/persistent_tile.cuh.
+// tensor cores add: they truncate sums, which a float32 result would show), and those of schedule_k.cuh and
+// of device/persistent_tile.cuh.
 
 #include "device/persistent_tile.cuh"
 #include "ragged/group_map.cuh"
-#include "structs.cuh"
 #include "ragged/schedule_k.cuh"
+#include "structs.cuh"
 
 constexpr int SLOT_CHUNKS = TILE_M * TILE_N / 4;  // float4
 constexpr int ADD_THREADS = 256;                  // of the second kernel
@@ -28,7 +29,7 @@ struct RaggedK : PersistentKernel {
   struct alignas(16) Item : ItemBase {
     int matrix, place;  // of the tile: its row among the tiles, and its column in the lower 16 bits
     int start, size;    // the group's rows
-    int first;        // stage
+    int first;          // stage
     int slot;
     int flags;  // ADDS: the slot's sums are added; KEEPS: the sums go to the slot, else they are the result
 
@@ -92,7 +93,7 @@ struct RaggedK : PersistentKernel {
     for (int m = 0; m < M_PER_WG; ++m) {
 #pragma unroll
       for (int j = 0; j < ACCUMULATORS; j += 4) {
-        float(&v)[4] = reinterpret_cast<float(&)[4]>(acc[m][j]);
+        float (&v)[4] = reinterpret_cast<float (&)[4]>(acc[m][j]);
         if (item.flags & ADDS) {
           const float4 kept = *chunk;
           v[0] += kept.x, v[1] += kept.y, v[2] += kept.z, v[3] += kept.w;
@@ -133,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(ADD_THREADS)
     all.for_matrices([&](int other, int own, const Cut& cut, int slot) {
       const int number = int(blockIdx.x) - before;
       if (number < cut.tiles) {
-        matrix = other, tile = all.tiles - cut.tiles + number, pieces = cut.pieces, first = slot + number * pieces;
+        matrix = other, tile = all.tiles - cut.tiles + number, pieces = cut.pieces,
+        first = slot + number * pieces;
         return false;
       }
       before += cut.tiles;

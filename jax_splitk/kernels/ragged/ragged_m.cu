@@ -5,12 +5,12 @@
 // Tiles begin at a group's first row. Of A a tile also loads rows of the next group, which reach only rows
 // that are not stored. TMA stores the group's rows alone (group_map.cuh).
 //
-// Under SWAP the columns of B are WGMMA's rows, and the rows of A its columns: a group of a few rows costs its
-// own rows, not 64.
+// Under SWAP the columns of B are WGMMA's rows, and the rows of A its columns: a group of a few rows costs
+// its own rows, not 64.
 //
 // Macros: ELEMENT (a number of output.cuh), B_MN (1: n is contiguous in B, 0: k is), B_WHOLE (see
-// `load_operand`), GROUPS (at least as many as there are), HAS_OFFSET (1: a group offset is given), and those of
-// device/persistent_tile.cuh.
+// `load_operand`), GROUPS (at least as many as there are), HAS_OFFSET (1: a group offset is given), and those
+// of device/persistent_tile.cuh.
 
 #include "device/persistent_tile.cuh"
 #include "ragged/group_map.cuh"
@@ -75,7 +75,8 @@ struct RaggedM : PersistentKernel {
 
   __device__ void load(const Item& item, int number, uint64_t* full, uint32_t stage) const {
     constexpr int WEIGHT_BLOCKS = SWAP ? M_BLOCKS : N_BLOCKS;
-    load_tile(&rows_map, full, EVICT_NORMAL, shared_pointer(stage + ROWS_AT), number * 64, item.start + item.row, 0);
+    load_tile(&rows_map, full, EVICT_NORMAL, shared_pointer(stage + ROWS_AT), number * 64,
+              item.start + item.row, 0);
     // A group of one row of tiles reads its matrix once.
     const uint64_t hint = item.size <= TILE_ROWS ? EVICT_FIRST : EVICT_LAST;
     load_operand<B_MN, B_WHOLE, WEIGHT_BLOCKS>(weight_map, full, stage + WEIGHT_AT, item.column, number * 64,

@@ -1,22 +1,23 @@
-// Which thread block (a worker) computes what of a grouped product whose reduction is ragged (ragged_k.cu). Each
-// worker finds the whole schedule for itself, so nothing but the sizes decides who computes what.
+// Which thread block (a worker) computes what of a grouped product whose reduction is ragged (ragged_k.cu).
+// Each worker finds the whole schedule for itself, so nothing but the sizes decides who computes what.
 //
-// A tile of a group of s stages takes about s + STORE_UNITS units of time. Groups come one after the other, the longest
-// first, and each tile goes to the worker that has the least to do so far (list scheduling). Workers compute the
-// tiles of a group at about the same time, and share what they read.
+// A tile of a group of s stages takes about s + STORE_UNITS units of time. Groups come one after the other,
+// the longest first, and each tile goes to the worker that has the least to do so far (list scheduling).
+// Workers compute the tiles of a group at about the same time, and share what they read.
 //
-// Where a tile would take more than 1/WORKER_TILES of a worker's time, its group is cut: first as many tiles as fill the
-// machine some times are computed as others are. The rest are cut into pieces along the reduction, so many that
-// the pieces fill the machine. Pieces of the same rows are computed at the same time. Each leaves its sums in a
-// slot of the workspace, and a second kernel adds the pieces of a tile in their order.
+// Where a tile would take more than 1/WORKER_TILES of a worker's time, its group is cut: first as many tiles
+// as fill the machine some times are computed as others are. The rest are cut into pieces along the
+// reduction, so many that the pieces fill the machine. Pieces of the same rows are computed at the same time.
+// Each leaves its sums in a slot of the workspace, and a second kernel adds the pieces of a tile in their
+// order.
 //
-// Macros: WORKERS (thread blocks of the grid), STORE_UNITS, WORKER_TILES, PIECE_STAGES (stages of a piece, at least), SLOTS (for pieces; 0
-// where no sizes make any), GROUPS.
+// Macros: WORKERS (thread blocks of the grid), STORE_UNITS, WORKER_TILES, PIECE_STAGES (stages of a piece, at
+// least), SLOTS (for pieces; 0 where no sizes make any), GROUPS.
 
 #include "ragged/groups.cuh"
 
 static_assert(SLOTS < 1024);
-constexpr int MOST_SORTED = 1024;   // groups; of more, the order is their own
+constexpr int MOST_SORTED = 1024;  // groups; of more, the order is their own
 constexpr int WORKERS_OF_LANE = (WORKERS + 31) / 32;
 
 __device__ inline int sum_of_lanes(int x) {
@@ -65,10 +66,12 @@ struct Schedule {
   __device__ int stages(int matrix) const { return (size(matrix) + 63) / 64; }
 
   // Whether a tile of so many stages would take more than 1/WORKER_TILES of a worker's time.
-  __device__ bool is_cut(int stages) const { return stages >= 2 * PIECE_STAGES && (stages + STORE_UNITS) * WORKER_TILES > share; }
+  __device__ bool is_cut(int stages) const {
+    return stages >= 2 * PIECE_STAGES && (stages + STORE_UNITS) * WORKER_TILES > share;
+  }
 
-  // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices in their order, until
-  // it is false.
+  // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices in their order,
+  // until it is false.
   template <class Visit>
   __device__ void for_matrices(const Visit& visit) const {
     const bool is_sorted = matrices <= MOST_SORTED;
@@ -95,11 +98,12 @@ struct Schedule {
       const int whole = tiles - cut.tiles;
       take_turns(worker, whole, stages + STORE_UNITS, load, least, largest,
                  [&](int tile) { visit(matrix, tile, 0, stages, -1); });
-      take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE_UNITS, load, least, largest, [&](int i) {
-        const int piece = i / cut.tiles, tile = i - piece * cut.tiles;
-        visit(matrix, whole + tile, start_of(piece, stages, cut.pieces), start_of(piece + 1, stages, cut.pieces),
-              slot + tile * cut.pieces + piece);
-      });
+      take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE_UNITS, load, least, largest,
+                 [&](int i) {
+                   const int piece = i / cut.tiles, tile = i - piece * cut.tiles;
+                   visit(matrix, whole + tile, start_of(piece, stages, cut.pieces),
+                         start_of(piece + 1, stages, cut.pieces), slot + tile * cut.pieces + piece);
+                 });
       return true;
     });
   }
@@ -125,8 +129,8 @@ struct Schedule {
     return {pieces > 1 ? rest : 0, pieces};
   }
 
-  // The matrix whose tiles take the longest of those after `last`, which it sets: a number of the tiles' stages and
-  // the matrix.
+  // The matrix whose tiles take the longest of those after `last`, which it sets: a number of the tiles'
+  // stages and the matrix.
   __device__ int next_by_length(int& last) const {
     int best = -1;
     for (int i = threadIdx.x % 32; i < matrices; i += 32) {
@@ -144,11 +148,11 @@ struct Schedule {
     return sum_of_lanes(sum);
   }
 
-  // Gives `count` tiles of so many units to the workers; visit(number) for those of this worker. As long as there
-  // is one for each worker, each gets one. The rest go to those that have the least to do.
+  // Gives `count` tiles of so many units to the workers; visit(number) for those of this worker. As long as
+  // there is one for each worker, each gets one. The rest go to those that have the least to do.
   template <class Visit>
-  __device__ static void take_turns(int worker, int count, int units, int (&load)[WORKERS_OF_LANE], int& least,
-                                    int& largest, const Visit& visit) {
+  __device__ static void take_turns(int worker, int count, int units, int (&load)[WORKERS_OF_LANE],
+                                    int& least, int& largest, const Visit& visit) {
     const int rounds = count / WORKERS, rest = count - rounds * WORKERS;
 #pragma unroll 1
     for (int i = 0; i < rounds; ++i) visit(i * WORKERS + worker);
@@ -157,8 +161,9 @@ struct Schedule {
     if (number >= 0) visit(rounds * WORKERS + number);
   }
 
-  // Gives one tile each to the `rest` workers that have the least to do, in the order of their numbers: to all
-  // whose load is below a limit, and the first of those that have it. Returns which is this worker's, or -1.
+  // Gives one tile each to the `rest` workers that have the least to do, in the order of their numbers: to
+  // all whose load is below a limit, and the first of those that have it. Returns which is this worker's, or
+  // -1.
   __device__ static int share_rest(int worker, int rest, int units, int (&load)[WORKERS_OF_LANE], int& least,
                                    int& largest) {
     const int lane = threadIdx.x % 32;

@@ -1,6 +1,6 @@
-// The weight gradient of a 1x1 convolution: dW[c, k] = sum over pixels of lhs[pixel, c] * g[pixel, k]. A thread block
-// computes a tile of TILE x TILE of dW, with one thread for each element. ROWS pixels at a time go through shared
-// memory. A thread adds in the order of the pixels, so results are deterministic.
+// The weight gradient of a 1x1 convolution: dW[c, k] = sum over pixels of lhs[pixel, c] * g[pixel, k]. A
+// thread block computes a tile of TILE x TILE of dW, with one thread for each element. ROWS pixels at a time
+// go through shared memory. A thread adds in the order of the pixels, so results are deterministic.
 #include "structs.cuh"
 
 constexpr int TILE = 16;
