@@ -200,6 +200,13 @@ def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[Quant
     return q, value if channel is None else value * channel
 
 
+def parts_bound(case: Case, q: QuantizedArray, weight: np.ndarray) -> np.ndarray:
+    """How far a weight in bfloat16 may be from its definition where it is computed from parts of its scale and zero
+    point (`tiled.in_parts`): half a last place and 2^-16 of it, and with a zero point 2^-8 of the scale."""
+    scale = np.repeat(np.abs(np.asarray(q.scale).astype(np.float64)), case.group_size, axis=0)
+    return np.abs(weight) * (2.0**-8 + 2.0**-16) + scale * (2.0**-8 if case.zero else 0)
+
+
 def elements(q: QuantizedArray, rounded: str = "float32") -> np.ndarray:
     """The values of a weight's elements, without scales and zero points, in float64. `rounded` as in
     `formats.table`."""

@@ -7,10 +7,10 @@ the geometric means by kind. See README.md of benchmarks for how to run two vers
 """
 
 import argparse
-import math
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from benchmarks import report
@@ -47,18 +47,13 @@ def pairs(old: Iterable[Record], new: Iterable[Record]) -> list[Pair]:
     return found
 
 
-def _mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
-
-
 def table(found: Sequence[Pair]) -> list[list[str]]:
     """Figures by kind, and of all; the first row is the header."""
     rows = [["kind", "problems", "new/old, mean", "least", "most", "XLA/new, mean", "least"]]
     for kind in ("all", *dict.fromkeys(p.kind for p in found)):
         some = [p for p in found if kind in ("all", p.kind)]
         ratios, over = [p.ratio for p in some], [p.over_xla for p in some]
-        figures = _mean(ratios), min(ratios), max(ratios), _mean(over), min(over)
+        figures = geometric_mean(ratios), min(ratios), max(ratios), geometric_mean(over), min(over)
         rows.append([kind, str(len(some)), *(f"{figure:.2f}" for figure in figures)])
     return rows
 

@@ -308,7 +308,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         p = problem
         if (reason := _unmeasured(p)) is not None:
             return reason
-        if is_matrix_product(joined(p)) and joined(p).feature_group_count == 1 and pixels(p) > _FEW_PIXELS:
+        whole = joined(p)
+        if is_matrix_product(whole) and whole.feature_group_count == 1 and pixels(p) > _FEW_PIXELS:
             return (
                 f"a product of {pixels(p)} pixels was not measured, and XLA's is as fast as ours for most of its size"
             )

@@ -181,8 +181,7 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
     copies = x_items * v.item / x.granule * (20 if x.granule > 2 else 26) / 32
     dy_stores = 0 if _dy_by_tma(v) else config.pixels * config.tile_n / 8 * 48 * v.parts / 32
     waiting = 0.0 if x.is_copied else x_items
-    vec = math.gcd(v.out_channels, 4)
-    if dy_stores and vec < (4 if v.parts > 1 else 2):  # loads, which are waited for, and not copies
+    if dy_stores and (vec := _dy_vec(v)) < (4 if v.parts > 1 else 2):  # loads, which are waited for, and not copies
         waiting += config.pixels * config.tile_n / vec / 2
     turns = turns_of(v, config.tile, config.slice)
     boxes, row = -(-config.tile_n // 64), 2 * min(config.tile_n, 64)
@@ -203,6 +202,11 @@ def stage_work(v: Volume, config: Config) -> dict[str, float]:
 
 def _dy_by_tma(v: Volume) -> bool:
     return v.item == 2 and v.out_channels % 8 == 0
+
+
+def _dy_vec(v: Volume) -> int:
+    """Channels of dY that are loaded or copied at a time where TMA cannot load it."""
+    return math.gcd(v.out_channels, 4)
 
 
 class Gather(SplitFamily[ConvWgradProblem, Config]):
@@ -325,7 +329,7 @@ class Gather(SplitFamily[ConvWgradProblem, Config]):
             **share_macros(blocks_per_sm(v, config), config.consumers),
             "RAGGED": int(is_ragged(v, config)),
             "DY_TMA": int(has_map),
-            "DY_VEC": 8 if has_map else math.gcd(v.out_channels, 4),
+            "DY_VEC": 8 if has_map else _dy_vec(v),
             **axis_macros(KERNEL=v.kernel, LHS=v.lhs_dilation),
             **field_macros(layout(v, config)),
         }

@@ -37,6 +37,7 @@ from tests.products import (
     integers,
     normal,
     operands,
+    parts_bound,
     random,
     without_idle,
 )
@@ -250,12 +251,10 @@ def check_exact(family: Family, case: Case, tried: list[Any], most: int, dtype: 
 @by_case(DECODED)
 def test_one_hot_activations_decode_every_weight(family: Family, turn: int, case: Case) -> None:
     """Weights equal their definition: in float32, then rounded to the result's dtype. Those that are computed from
-    parts of their scale and zero point are as near as that but for 2^-16, and with a zero point for 2^-8 of the
-    scale."""
+    parts of their scale and zero point are within `parts_bound` of it."""
     q, weight = case.every_code(case.operand)
     expected, packed, one_hot = rounded(weight, case.out_dtype), prepack(q), np.eye(case.k)
-    scale = np.abs(np.repeat(np.asarray(q.scale).astype(np.float64), case.group_size, axis=0))
-    bound = np.abs(weight) * (2.0**-8 + 2.0**-16) + scale * (2.0**-8 if case.zero else 0)
+    bound = parts_bound(case, q, weight)
     for config in configs(family, case, FEW, turn):
         call = product(family, case, config, packed)
         for k in range(0, case.k, case.rows):
