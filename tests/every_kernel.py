@@ -445,6 +445,15 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (9, 10), (3, 3), (64, 72), persistent(256, 64, False, 2, 3), {"padding": 1, "batch": 5, **half}),
         (dgrad, (9, 17), (2, 5), (136, 16), persistent(64, 128, True, 3, 5), {"padding": 3, "rhs_dilation": (1, 2)}),
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), persistent(128, 128, True, 1, 3), {"padding": 1, "batch": 3}),
+        # Tiles with as many columns as there are.
+        (fprop, (9, 10), (3, 3), (144, 144), persistent(128, 80, False, 2, 3), {"padding": 1, "groups": 2, "batch": 5}),
+        (fprop, (9, 10), (3, 3), (64, 48), tile(128, 48), {"padding": 1}),
+        (fprop, (13, 9), (1, 1), (136, 144), tile(64, 144, 2, shared), {"batch": 3, **half}),
+        (dgrad, (9, 10), (3, 3), (80, 72), persistent(64, 80, False, 2), {"padding": 1, "batch": 5}),
+        (dgrad, (9, 10), (3, 3), (112, 64), tile(192, 112), {"padding": 1, "stride": 2}),
+        (fprop, (9, 10), (3, 3), (36, 40), tile(128, 48, 2, shared), {"padding": 1, **floats}),
+        (fprop, (9, 10), (3, 3), (64, 240), persistent(128, 240, False, 2), {"padding": 1, "batch": 3}),
+        (fprop, (9, 10), (3, 3), (32, 160), conv_im2col.Config(128, 160, 2, taps=3), {"padding": 1, **half}),
         # Taps that share pixels.
         (fprop, (9, 10), (3, 3), (72, 136), conv_im2col.Config(128, 64, 2, taps=3), {"padding": ((2, 0), (-1, 3))}),
         (dgrad, (9, 10), (3, 3), (64, 72), conv_im2col.Config(64, 128, 3, 2, shared, 3), {"padding": 1, **half}),
@@ -532,6 +541,10 @@ def conv_epilogue_runs() -> Iterator[Run]:
          ("bfloat16", "none", "bfloat16"), {}),
         ((9, 10), (3, 3), (36, 40), conv_im2col.Config(64, 64, 4), {"padding": 1, **floats},
          ("float32", "relu", "none"), {}),
+        ((9, 10), (3, 3), (144, 144), persistent(128, 80, False, 2), {"padding": 1, "groups": 2, "batch": 3},
+         ("bfloat16", "relu", "bfloat16"), {}),
+        ((9, 10), (3, 3), (64, 112), persistent(64, 112, False, 2, 3), {"padding": 1, "batch": 3},
+         ("float32", "relu", "bfloat16"), last),
     ):  # fmt: skip
         p = conv_of(ConvFpropProblem, size, kernel, channels, **{"out_dtype": "bfloat16", **changes})
         given = {"bias_dtype": bias, "activation": activation, "residual_dtype": residual}

@@ -11,12 +11,13 @@ from tests.runtime.test_plan import small_hopper_plan
 
 pytestmark = pytest.mark.skipif(toolchain.unavailable() is not None, reason="needs NVRTC and CUTLASS's headers")
 
-INCLUDE = "#include <cute/arch/mma_sm90_gmma.hpp>\n"
+NAMES = "cute/arch/mma_sm90_gmma.hpp", "cute/arch/mma_sm90_gmma_ext.hpp"
+INCLUDE, OF_OTHERS = (f"#include <{name}>\n" for name in NAMES)
 
 
 def instructions(text: str) -> set[str]:
     headers = wgmma_header.needed(text)
-    assert set(headers) <= {"cute/arch/mma_sm90_gmma.hpp"}
+    assert set(headers) <= set(NAMES)
     return {name for header in headers.values() for name in re.findall(r"^struct (MMA_\w+)$", header, re.MULTILINE)}
 
 
@@ -26,6 +27,8 @@ def test_a_kind_is_there_for_every_number_of_columns() -> None:
     assert found == {f"MMA_64x{n}x8_F32TF32TF32_RS_TN" for n in columns}
     found = instructions(f"{INCLUDE}using A = WGMMA_16(TILE_N,\n  SS)<K, K>;")
     assert found == {f"MMA_64x{n}x16_F32{e}{e}_SS" for n in columns for e in ("F16", "BF16")}
+    found = instructions(f"{INCLUDE}{OF_OTHERS}using A = WGMMA_16(TILE_N, SS)<K, K>;")
+    assert found == {f"MMA_64x{n}x16_F32{e}{e}_SS" for n in range(8, 257, 8) for e in ("F16", "BF16")}
 
 
 @pytest.mark.parametrize("file", source_files())
@@ -68,6 +71,8 @@ def test_another_cutlass_is_read_as_it_is(header: str, tmp_path: pathlib.Path, m
     monkeypatch.setattr(toolchain, "include_folders", lambda: (tmp_path,))
     text = f"{INCLUDE}using A = WGMMA(TILE_N, x8_F32TF32TF32_RS_TN)<>;"
     assert wgmma_header.needed(text) == {}
+    assert not path.with_name("mma_sm90_gmma_ext.hpp").exists()
+    assert wgmma_header.needed(OF_OTHERS + text) == {}
     path.unlink()
     wgmma_header._reduced.cache_clear()
     assert wgmma_header.needed(text) == {}

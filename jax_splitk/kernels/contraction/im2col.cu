@@ -69,10 +69,12 @@ constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N
 constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
 // Sizes of a block in a stage. Channels of an MN-major weight lie in boxes of at most 64.
 constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
-constexpr int WEIGHT_PART = CHANNELS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
-constexpr int N_ROW = CHANNELS < 64 ? CHANNELS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
+constexpr int CHANNEL_ROWS = SWAP ? TILE_M : N_ROWS;
+constexpr int WEIGHT_PART = CHANNEL_ROWS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
+constexpr int N_ROW = CHANNEL_ROWS < 64 ? CHANNEL_ROWS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
 constexpr int PIXEL_BYTES = BLOCKS * (PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES;
-constexpr int LOAD_BYTES = PIXEL_BYTES + BLOCKS * TAPS * WEIGHT_PART;
+constexpr int WEIGHT_BYTES = BLOCKS * TAPS * (B_MN ? CHANNEL_ROWS : CHANNELS) * ROW_BYTES;
+constexpr int LOAD_BYTES = PIXEL_BYTES + WEIGHT_BYTES;
 struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
   static constexpr int offset(int k) {
     const int tap = k / STEPS;

@@ -47,7 +47,6 @@ from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_coun
 from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device.epilogue import conv_finishes, conv_macros, conv_params
 from jax_splitk.kernels.device.split_tile import (
-    BOX,
     MAX_ELEMENTS,
     SWIZZLES,
     is_whole,
@@ -56,13 +55,16 @@ from jax_splitk.kernels.device.split_tile import (
 )
 from jax_splitk.kernels.device.structs import Divisor, Field, Struct
 from jax_splitk.kernels.device.wgmma_tile import (
+    BOX,
     MAX_STAGES,
     MIN_STAGES,
     RESERVED_BYTES,
     ROW_BYTES,
     SHARED_BYTES,
     TILES,
+    fitted_tiles,
     lines_of_row,
+    rows_of,
     tile_refusal,
 )
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
@@ -191,7 +193,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
         if not config.workers:
             return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
-        if (reason := tile_refusal(config)) is not None:
+        if (reason := tile_refusal(config, self._persistent_tiles(problem))) is not None:
             return reason
         if not can_persist(problem):
             p = problem
@@ -203,7 +205,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             stages=stages,
             splits=(1,),
             reduction=("none",),
-            swap=(False, True),
+            swap=(False,) if config.tile_n % BOX else (False, True),
             workers=range(1, tile_count(problem, config) + 1),
         )
 
@@ -223,9 +225,10 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not can_persist(problem):
             return []
         found = []
-        for (tile_m, tile_n), swap, taps in itertools.product(TILES, (False, True), self._shared(problem)):
-            if swap and tile_m == tile_n and taps == 1:
-                continue  # as fast
+        tiles = self._persistent_tiles(problem)
+        for (tile_m, tile_n), swap, taps in itertools.product(tiles, (False, True), self._shared(problem)):
+            if swap and (tile_n % BOX or (tile_m == tile_n and taps == 1)):
+                continue  # not legal, or as fast
             config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
             workers = min(target.cores, tile_count(problem, config))
             config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
@@ -264,12 +267,15 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         return [1, *(min(of, key=lambda taps: (gaining[taps], -taps)) for of in (few, many) if of)]
 
     def neighbours(self, problem: ConvProblem, config: Config, target: Target) -> list[Config]:
-        """Includes the next smaller and the next larger number of taps, if a stage has several, with all stages that
-        fit."""
+        """Includes a tile as wide as the columns, or for such a tile the next wider one. If a stage has several taps,
+        also the next smaller and the next larger number of taps, with all stages that fit."""
         if config.workers:
             found = varied(config, stages=[config.stages - 1], swap=[not config.swap])
         else:
             found = super().neighbours(problem, config, target)
+        fitted = {tile_n for _, tile_n in fitted_tiles(joined(problem).group_channels[1])} if not config.swap else set()
+        widths = {rows_of(config.tile_n)} if config.tile_n in fitted else fitted
+        found += varied(config, tile_n=sorted(widths))
         gaining = _gaining_taps(problem) if config.taps > 1 else {}
         fewer, more = ([t for t in gaining if t < config.taps], [t for t in gaining if t > config.taps])
         depths = ((other, self.stage_counts(other)) for other in varied(config, taps=fewer[-1:] + more[:1]))
@@ -283,7 +289,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         by_tma = _is_stored_by_tma(problem, config)
         stages = config.stage_work(each * chain, each * chain, 1)
         if kept:
-            of_weight = each * chain * config.taps * config.channels * ROW_BYTES
+            of_weight = each * chain * config.taps * config.channel_rows * ROW_BYTES
             stages["l2_bytes"] -= of_weight
             stages["shared_bytes"] -= of_weight
         # Other warps store a tile while the next one is multiplied, a row or a part of one at a time.
@@ -322,10 +328,17 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
-        """The possible tiles; for few columns only the narrowest tiles that hold them."""
+        """The possible tiles, among them some as wide as the columns. For few columns they are only the narrowest ones
+        that hold them."""
         columns = joined(problem).group_channels[1]
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
-        return TILES if narrow is None else [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
+        if narrow is None:
+            return self._persistent_tiles(problem)
+        return [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
+
+    def _persistent_tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
+        """The possible tiles of persistent thread blocks. Narrow ones were not measured."""
+        return [*TILES, *fitted_tiles(joined(problem).group_channels[1])]
 
     def variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
         yield from super().variants(problem, target)

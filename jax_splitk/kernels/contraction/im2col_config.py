@@ -16,7 +16,7 @@ from jax_splitk.kernels.base.geometry import is_matrix_product
 from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, pixels, tap_counts
 from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
-from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES
+from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, rows_of
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 
@@ -26,8 +26,7 @@ BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch a
 _LEAST_ROW = 32  # bytes of an instruction's k
 _MAX_PADDING = 1.25  # times the channels of the least padding: longer rows are fewer rows for TMA
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps that share its pixels
-# Tiles of two consumers whose sums fit into half of the registers.
-_TWO_CONSUMERS = ((128, 64), (128, 32), (256, 32), (128, 16), (256, 16))
+_FEW_SUMS = 48  # most sums of a thread of two consumers, for two thread blocks to share the registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +57,18 @@ class Config(SplitTile):
         return self.tile_m if self.swap else self.tile_n
 
     @property
+    def channel_rows(self) -> int:
+        """Rows of a stage for the output channels at one tap."""
+        return rows_of(self.channels)
+
+    @property
     def depth(self) -> int:
         return self.taps
 
     @property
     def stage_bytes(self) -> int:
         rows = self.pixels + (MAX_REACH if self.taps > 1 else 0)
-        return (rows + self.taps * self.channels) * ROW_BYTES
+        return (rows + self.taps * self.channel_rows) * ROW_BYTES
 
     @property
     def teams(self) -> int:
@@ -83,7 +87,7 @@ class Config(SplitTile):
     def result_bytes(self) -> int:
         """Shared memory besides the stages, for the results of a tile that are stored while the next tile is
         multiplied."""
-        return self.teams * self.tile_m * self.tile_n * 2 if self.workers else 0
+        return self.teams * self.pixels * self.channel_rows * 2 if self.workers else 0
 
     @property
     def blocks_per_sm(self) -> int:
@@ -92,7 +96,7 @@ class Config(SplitTile):
         if self.workers:
             return 1
         fits = 2 * self.shared_bytes <= SHARED_BYTES
-        return 2 if (self.tile_m, self.tile_n) in _TWO_CONSUMERS and fits else super().blocks_per_sm
+        return 2 if self.consumers == 2 and self.thread_sums <= _FEW_SUMS and fits else super().blocks_per_sm
 
     @property
     def most_stages(self) -> int:

@@ -16,8 +16,9 @@ from jax_splitk.kernels.base.geometry import Geometry, geometry
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.kernels.contraction.products import Config
 from jax_splitk.kernels.device.epilogue import conv_finishes, order_macros
-from jax_splitk.kernels.device.split_tile import BOX, operand_map
+from jax_splitk.kernels.device.split_tile import operand_map
 from jax_splitk.kernels.device.structs import Divisor, Struct
+from jax_splitk.kernels.device.wgmma_tile import BOX
 from jax_splitk.problems.conv_epilogue import ConvEpilogueProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import DotProblem

@@ -13,10 +13,9 @@ import math
 
 from jax import numpy as jnp
 
-from jax_splitk.kernels.device.wgmma_tile import MIN_STAGES, ROW_BYTES, WgmmaTile
+from jax_splitk.kernels.device.wgmma_tile import BOX, MIN_STAGES, ROW_BYTES, WgmmaTile, rows_of
 from jax_splitk.runtime import plan
 
-BOX = 64  # elements along m or n of a box of an operand that is not K-major
 MAX_CLUSTER = 8  # larger ones leave whole GPCs' multiprocessors empty
 # Blocks of the reduction of a float32 result's split: the tensor cores truncate their sums.
 MAX_FLOAT32_CHAIN = 512
@@ -78,7 +77,7 @@ def operand_map(
         dims, box = (sizes["k"], sizes[outer], sizes["b"]), (block_k, tile, 1)
         return plan.TiledMap(buffer, dtype, dims, (strides[outer], strides["b"]), box, SWIZZLES[row_bytes])
     if not (whole and is_whole(sizes[inner])):
-        columns = min(tile, BOX)
+        columns = min(rows_of(tile), BOX)
         dims, box = (sizes[inner], sizes["k"], sizes["b"]), (columns, block_k, 1)
         return plan.TiledMap(buffer, dtype, dims, (strides["k"], strides["b"]), box, SWIZZLES[columns * item])
     dims = (BOX, sizes["k"], sizes[inner] // BOX, sizes["b"])

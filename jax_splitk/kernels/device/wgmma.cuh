@@ -1,6 +1,10 @@
 // WGMMA: 64 rows by N columns, with A in shared memory or in registers.
 
 #include <cute/arch/mma_sm90_gmma.hpp>
+// Numbers of columns that the first header lacks.
+#if TILE_N > 32 && (TILE_N % 32 || TILE_N == 160 || TILE_N == 224)
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
+#endif
 
 namespace GMMA = cute::SM90::GMMA;
 

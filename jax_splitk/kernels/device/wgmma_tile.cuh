@@ -34,7 +34,9 @@ constexpr int BLOCK_BYTES = 64 * 128;
 #endif
 constexpr int REACH = TAPS > 1 ? 8 : 0;
 constexpr int A_BYTES = (SWAP ? TAPS * TILE_M : TILE_M + REACH) * 128;
-constexpr int STAGE_BYTES = A_BYTES + (SWAP ? TILE_N + REACH : TAPS * TILE_N) * 128;
+// Rows of a stage for TILE_N columns: boxes of 64 columns of an MN-major operand are whole.
+constexpr int N_ROWS = TILE_N <= 32 ? TILE_N : N_BLOCKS * 64;
+constexpr int STAGE_BYTES = A_BYTES + (SWAP ? TILE_N + REACH : TAPS * N_ROWS) * 128;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;

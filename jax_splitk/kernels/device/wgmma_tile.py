@@ -9,6 +9,7 @@ ROW_BYTES = 128  # a row of shared memory, the swizzle's width, for each row and
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 2 * 1024  # alignment of the pipeline and barriers
 BARRIER_BYTES = 1024  # of these; static shared memory, which a launch does not ask for
+MAX_COLUMNS = 256  # of a WGMMA
 MIN_STAGES, MAX_STAGES = 2, 8  # more gain nothing, or cost 5% (measured)
 
 # Stages that are not being loaded: the one that is multiplied, until all consumers are done with it (the best fit to
@@ -18,12 +19,15 @@ HELD = 1.4
 # Most sums of a thread that holds each twice (of a chain, and of all), by thread blocks that share an SM.
 MAX_CHAINED_SUMS = {1: 64, 2: 32}
 
+BOX = 64  # elements along m or n of a box of an operand that is not K-major
+
 # (tile_m, tile_n): rows of one or more 64-row blocks per consumer warpgroup, columns of one WGMMA.
 TILES = (
     *itertools.product((64, 128), (64, 128, 192, 256)),
     *itertools.product((192,), (64, 128, 192)),
     *itertools.product((256,), (64, 128)),
 )
+_STEP = 16  # of columns of other tiles: a warp stores two 8x8 matrices beside each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class WgmmaTile:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * ROW_BYTES
+        return (self.tile_m + rows_of(self.tile_n)) * ROW_BYTES
 
     @property
     def depth(self) -> int:
@@ -92,9 +96,22 @@ class WgmmaTile:
         }
 
 
+def rows_of(tile_n: int) -> int:
+    """The rows of a stage for `tile_n` columns (N_ROWS in the device code): whole boxes of more than 32."""
+    return tile_n if tile_n <= BOX // 2 else -(-tile_n // BOX) * BOX
+
+
+def fitted_tiles(columns: int) -> list[tuple[int, int]]:
+    """Tiles that have no more columns than so many need, where `TILES` has none of that width."""
+    tile_n = -(-columns // _STEP) * _STEP
+    if tile_n % BOX == 0 or not BOX // 2 < tile_n < MAX_COLUMNS:
+        return []
+    return [(tile_m, tile_n) for tile_m in (64, 128, 192, 256) if tile_n <= max(n for m, n in TILES if m == tile_m)]
+
+
 def max_stages(tile_m: int, tile_n: int, blocks_per_sm: int = 1) -> int:
     """The deepest pipeline that fits in shared memory and is useful."""
-    room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // ((tile_m + tile_n) * ROW_BYTES)
+    room = (SHARED_BYTES // blocks_per_sm - RESERVED_BYTES) // ((tile_m + rows_of(tile_n)) * ROW_BYTES)
     return min(MAX_STAGES, room)
 
 
