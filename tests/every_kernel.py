@@ -445,6 +445,13 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (9, 10), (3, 3), (64, 72), persistent(256, 64, False, 2, 3), {"padding": 1, "batch": 5, **half}),
         (dgrad, (9, 17), (2, 5), (136, 16), persistent(64, 128, True, 3, 5), {"padding": 3, "rhs_dilation": (1, 2)}),
         (fprop, (4, 5, 6), (3, 3, 3), (32, 32), persistent(128, 128, True, 1, 3), {"padding": 1, "batch": 3}),
+        # Splits that meet in a cluster.
+        (fprop, (9, 10), (3, 3), (64, 72), tile(64, 64, 3, "cluster"), {"padding": 1}),
+        (dgrad, (9, 10), (3, 3), (144, 192), tile(64, 64, 2, "cluster"), {"padding": 1, "stride": 2, "groups": 2}),
+        (fprop, (9, 10), (3, 3), (36, 40), tile(64, 48, 4, "cluster"), {"padding": 1, **floats}),
+        (fprop, (9, 10), (3, 3), (64, 136), conv_im2col.Config(64, 64, 4, 2, "cluster", 3),
+         {"padding": 1, "out_dtype": "float32"}),
+        (dgrad, (9, 10), (3, 3), (1, 72), tile(64, 16, 2, "cluster"), {"padding": 1, "stride": 2}),
         # Tiles with as many columns as there are.
         (fprop, (9, 10), (3, 3), (144, 144), persistent(128, 80, False, 2, 3), {"padding": 1, "groups": 2, "batch": 5}),
         (fprop, (9, 10), (3, 3), (64, 48), tile(128, 48), {"padding": 1}),
@@ -543,6 +550,8 @@ def conv_epilogue_runs() -> Iterator[Run]:
          ("float32", "relu", "none"), {}),
         ((9, 10), (3, 3), (144, 144), persistent(128, 80, False, 2), {"padding": 1, "groups": 2, "batch": 3},
          ("bfloat16", "relu", "bfloat16"), {}),
+        ((9, 10), (3, 3), (96, 120), conv_im2col.Config(64, 64, 4, 2, "cluster"), {"padding": 1, "groups": 3, **half},
+         ("float32", "relu", HALF), {}),
         ((9, 10), (3, 3), (64, 112), persistent(64, 112, False, 2, 3), {"padding": 1, "batch": 3},
          ("float32", "relu", "bfloat16"), last),
     ):  # fmt: skip

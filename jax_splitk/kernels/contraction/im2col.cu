@@ -396,7 +396,7 @@ struct Conv : Layout {
     const auto place = [&](int row, int column) {
       return result.out + size_t(row_at(row)) * pitch_of(g) + tile.group * g.n + tile.n + column;
     };
-#if EPILOGUE && RESIDUAL_TYPE >= 0 && !ODD
+#if EPILOGUE && RESIDUAL_TYPE >= 0 && !ODD && REDUCTION == 0
     const auto load = [&](int row, int column) {
       return result.epilogue.load_residual<4>(result.out, place(row, column));
     };

@@ -128,7 +128,6 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     ABI = 3
     file = "contraction/im2col.cu"
-    reductions = ("none", "workspace")
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
