@@ -54,8 +54,8 @@ class QuantizedEpilogueProblem(QuantizedMatmulProblem):
         return dataclasses.replace(self.product, out_dtype="float32")
 
     def representatives(self) -> tuple[QuantizedMatmulProblem, ...]:
-        """Those of a product, with this epilogue; then the product alone, and its representatives. An epilogue takes
-        too little time to change the choice, so decisions for products hold for products with any epilogue."""
+        """The product's representatives with this epilogue, then the product alone and its representatives. An epilogue
+        takes too little time to change the choice, so decisions for products hold for products with any epilogue."""
         alone = self.product
         return tuple(dict.fromkeys([*super().representatives(), *alone.representatives(), alone]))
 

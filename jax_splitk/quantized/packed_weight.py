@@ -190,8 +190,9 @@ class PackedWeight(Weight):
         return slicing.reshaped(self, shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
 
     def transpose(self, *axes: Any) -> "PackedWeight":
-        """The weight with its axes in another order, without a change of the leaves: the stack first, and the
-        contracted axes in the same order as before, and so the others. Without axes: all in reverse order.
+        """The weight with its axes in another order. The leaves do not change. Axes of the stack must stay in front.
+        The contracted axes must keep their order among themselves, and so must the others. Without arguments all axes
+        are reversed.
 
         Raises ValueError for any other order.
         """

@@ -199,7 +199,7 @@ class Merged(Adapted[_Config]):
     it is."""
 
     def __init__(self, inner: Family[Any, _Config], name: str, *others: Family[Any, Any]) -> None:
-        """`others`: families that are as fast for their problems, if these do not have few channels."""
+        """`others`: families that are as fast, so that their problems are refused, unless these have few channels."""
         super().__init__(inner, name)
         self._others = others
 

@@ -77,7 +77,7 @@ class _Tiles(tiled.Tiled):
         return super().fixed_bytes(problem, config) + self.table_bytes
 
     def blocks_per_sm(self, problem: QuantizedMatmulProblem, config: tiles.Config) -> int:
-        """Allows 3 thread blocks of the smallest tile: a few experts have few tiles, and then most of them run at a
+        """Allows 3 thread blocks of the smallest tile. Few experts have few tiles, most of which then run at the same
         time."""
         smallest = config.warpgroups == 1 and config.tile_n == tiled.TILES_N[0]
         if smallest and config.stages <= self.max_stages(problem, config, 3):
