@@ -69,7 +69,7 @@ def test_the_runs_reach_every_specialisation() -> None:
     for macro in ("RANK3", "SWAP", "TAIL", "X_TILED"):
         assert macros["wgrad_im2col", macro] == {0, 1}, macro
     assert macros["wgrad_im2col", "CHAIN"] == {0, 128}
-    passes = {"OUT": 3, "REDUCTION": 2, "AXES": 4, "PHASED": 2, "SWAP": 2, "PERSISTENT": 2}
+    passes = {"OUT": 3, "REDUCTION": 3, "AXES": 4, "PHASED": 2, "SWAP": 2, "PERSISTENT": 2}
     for name, counts in {
         "dot_tma": {"ELEMENT": 4, "OUT": 3, "REDUCTION": 3, "A_MN": 2, "B_MN": 2, "A_WHOLE": 2, "B_WHOLE": 2},
         "dot_few_rows": {"OUT": 3, "W_MN": 2, "W_WHOLE": 2},
