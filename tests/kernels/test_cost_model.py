@@ -66,7 +66,7 @@ def rows_and_trees() -> tuple[np.ndarray, forest.Forest]:
 
 def test_trees_give_what_a_walk_from_node_to_node_gives() -> None:
     rows, trees = rows_and_trees()
-    assert len(trees.leaf) < 90_000
+    assert len(trees.leaf) < 70_000
     for row, factor in zip(rows, trees.factors(rows), strict=True):
         total = 0
         for root in trees.roots:

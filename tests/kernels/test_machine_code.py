@@ -7,6 +7,7 @@ every macro that specialises the code, and every pair of values that interact (`
 samples.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -404,17 +405,21 @@ def pools() -> dict[str, dict[compiler.Source, Run]]:
 
 @functools.cache
 def samples(file: str) -> list[Run]:
-    """A few samples of the pool that have all pairs and values. Each next sample is the one that adds the most; samples
-    that add nothing are dropped."""
+    """A few samples of the pool that have all pairs and values. Each next sample has one that the fewest samples have,
+    and adds the most; samples that add nothing are dropped."""
     code, traits = CODE[file], {}
     for source, sample in pools()[file].items():
         macros = dict(source.defines)
         values = [(name, macros.get(name)) for name in code.pairs.split()]
         alone = [("family", sample.family.name), *((name, macros.get(name)) for name in code.values.split())]
         traits[sample] = {*itertools.combinations(values, 2), *alone}
-    left, chosen = set().union(*traits.values()), []
+    count = collections.Counter(trait for found in traits.values() for trait in found)
+    left, chosen = set(count), list[Run]()
     while left:
-        chosen.append(max(traits, key=lambda sample: len(traits[sample] & left)))
+        rarest = min(count[trait] for trait in left)
+        needed = {trait for trait in left if count[trait] == rarest}
+        rare = [sample for sample in traits if traits[sample] & needed]
+        chosen.append(max(rare, key=lambda sample: len(traits[sample] & left)))
         left -= traits[chosen[-1]]
     for sample in reversed(chosen):
         others = [traits[other] for other in chosen if other is not sample]
