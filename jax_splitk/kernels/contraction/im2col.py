@@ -192,7 +192,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
         if not config.workers:
             return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
-        if (reason := tile_refusal(config, self._persistent_tiles(problem))) is not None:
+        if (reason := tile_refusal(config, self._wide_tiles(problem))) is not None:
             return reason
         if not can_persist(problem):
             p = problem
@@ -204,7 +204,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             stages=stages,
             splits=(1,),
             reduction=("none",),
-            swap=(False,) if config.tile_n % BOX else (False, True),
+            swap=_swaps(config.tile_n),
             workers=range(1, tile_count(problem, config) + 1),
         )
 
@@ -224,9 +224,9 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not can_persist(problem):
             return []
         found = []
-        tiles = self._persistent_tiles(problem)
+        tiles = self._wide_tiles(problem)
         for (tile_m, tile_n), swap, taps in itertools.product(tiles, (False, True), self._shared(problem)):
-            if swap and (tile_n % BOX or (tile_m == tile_n and taps == 1)):
+            if swap not in _swaps(tile_n) or (swap and tile_m == tile_n and taps == 1):
                 continue  # not legal, or as fast
             config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
             workers = min(target.cores, tile_count(problem, config))
@@ -332,11 +332,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         columns = joined(problem).group_channels[1]
         narrow = next((tile_n for tile_n in _NARROW if columns <= tile_n), None)
         if narrow is None:
-            return self._persistent_tiles(problem)
+            return self._wide_tiles(problem)
         return [(tile_m, narrow) for tile_m in (64, 128, 192, 256)]
 
-    def _persistent_tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
-        """The possible tiles of persistent thread blocks. Narrow ones were not measured."""
+    def _wide_tiles(self, problem: ConvProblem) -> Sequence[tuple[int, int]]:
+        """Tiles that are not narrow. Persistent thread blocks have no others, since these were not measured."""
         return [*TILES, *fitted_tiles(joined(problem).group_channels[1])]
 
     def variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
@@ -482,6 +482,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def epilogue_params(self, problem: ConvProblem, config: Config) -> tuple[plan.Param, ...]:
         return *conv_params(problem), *((plan.MapParam(3),) if _adds_by_tma(problem, config) else ())
+
+
+def _swaps(tile_n: int) -> tuple[bool, ...]:
+    """The possible values of `swap`: pixels come in whole boxes."""
+    return (False,) if tile_n % BOX else (False, True)
 
 
 def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight: bool, stores: bool) -> float:

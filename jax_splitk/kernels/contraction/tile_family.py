@@ -88,8 +88,8 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         return dataclasses.replace(config, splits=splits, reduction="none" if splits == 1 else "workspace")
 
     def in_waves(self, problem: _Problem, config: _Config, target: Target, most: int = 4) -> Iterator[_Config]:
-        """Includes configs that add splits in clusters, if these run at the same time: all 24 recorded problems whose
-        fastest config adds them so have such a config."""
+        """Includes configs that add splits in clusters, if all clusters run at the same time. They do in each of the 24
+        recorded problems whose fastest config has clusters."""
         yield from super().in_waves(problem, config, target, most)
         tiles, slots = self.thread_blocks(problem, config), self.slots(problem, config, target)
         if "cluster" in self.reductions:

@@ -11,8 +11,7 @@
 //             the WGMMAs that read the stage have retired
 //   items     `full` 1 of the scheduler; `empty` 1 of each warp that has read the item
 //   results   of each consumer: `full` 1 of each of its warps; `empty` 1 of the warp that stores, once TMA
-//   has
-//             read them
+//             has read them
 //
 // A kernel is a struct that derives from `PersistentKernel`.
 

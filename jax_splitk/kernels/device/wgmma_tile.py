@@ -97,12 +97,12 @@ class WgmmaTile:
 
 
 def rows_of(tile_n: int) -> int:
-    """The rows of a stage for `tile_n` columns (N_ROWS in the device code): whole boxes of more than 32."""
+    """The rows of a stage for `tile_n` columns (N_ROWS in the device code). More than 32 columns have whole boxes."""
     return tile_n if tile_n <= BOX // 2 else -(-tile_n // BOX) * BOX
 
 
 def fitted_tiles(columns: int) -> list[tuple[int, int]]:
-    """Tiles that have no more columns than so many need, where `TILES` has none of that width."""
+    """Tiles just wide enough for `columns`. Empty if `TILES` has that width, and for at most 32 or more than 240."""
     tile_n = -(-columns // _STEP) * _STEP
     if tile_n % BOX == 0 or not BOX // 2 < tile_n < MAX_COLUMNS:
         return []
