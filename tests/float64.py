@@ -1,12 +1,13 @@
 """Passes of a convolution in float64, by matrix products over windows of the input: independent of any convolution
 code."""
 
-import itertools
+import functools
 import math
 from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 
 from jax_splitk.problems.conv_wgrad import ConvProblem, ConvWgradProblem
@@ -30,37 +31,28 @@ def conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.nd
 
 
 def _conv_wgrad(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> np.ndarray:
-    groups = problem.feature_group_count
     with jax.enable_x64(True):
-        lhs, g = np.asarray(lhs, np.float64), np.asarray(g, np.float64)
-        # Zeros around the input, as far as any window reaches.
-        pads = [(0, 0)]
-        for size, out, k, stride, dilation, (low, _) in zip(
-            problem.input_spatial,
-            problem.output_spatial,
-            problem.kernel_spatial,
-            problem.window_strides,
-            problem.rhs_dilation,
-            problem.padding,
-            strict=True,
-        ):
-            last = (out - 1) * stride + (k - 1) * dilation + 1 - low
-            pads.append((low, max(0, last - size)))
-        lhs = lhs[tuple(slice(max(0, -low), None) for low, _ in pads)]
-        lhs = np.pad(lhs, [(max(low, 0), high) for low, high in [*pads, (0, 0)]])
-        columns = np.reshape(g, (-1, groups, problem.out_channels // groups))
-        taps = []
-        for tap in itertools.product(*map(range, problem.kernel_spatial)):
-            window = tuple(
-                slice(t * d, t * d + (out - 1) * s + 1, s)
-                for t, d, s, out in zip(
-                    tap, problem.rhs_dilation, problem.window_strides, problem.output_spatial, strict=True
-                )
-            )
-            rows = lhs[(slice(None), *window)].reshape(-1, groups, problem.in_channels // groups)
-            product = jnp.einsum("xgc,xgk->cgk", rows, columns, precision="highest")
-            taps.append(np.asarray(product).reshape(problem.in_channels // groups, problem.out_channels))
-    return np.stack(taps).reshape(problem.out_shape)
+        return np.asarray(_products_of_taps(problem, lhs, g)).reshape(problem.out_shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _products_of_taps(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -> jax.Array:
+    """One matrix product for each tap, in a loop: XLA compiles it once for a shape."""
+    p, groups, (c, k) = problem, problem.feature_group_count, problem.group_channels
+    extents = _extents(p)
+    sizes = zip(p.input_spatial, p.padding, extents, strict=True)
+    edges = [(0, 0, 0), *((low, extent - size - low, 0) for size, (low, _), extent in sizes), (0, 0, 0)]
+    covered = lax.pad(lhs.astype(jnp.float64), jnp.float64(0), edges)  # or cropped
+    columns = g.astype(jnp.float64).reshape(-1, groups, k)
+    reach = [(out - 1) * stride + 1 for out, stride in zip(p.output_spatial, p.window_strides, strict=True)]
+
+    def product(tap: jax.Array) -> jax.Array:
+        start = [0, *(tap * np.array(p.rhs_dilation)), 0]
+        window = lax.dynamic_slice(covered, start, (lhs.shape[0], *reach, p.in_channels))
+        rows = lax.slice(window, [0] * window.ndim, window.shape, (1, *p.window_strides, 1)).reshape(-1, groups, c)
+        return jnp.einsum("xgc,xgk->cgk", rows, columns, precision="highest")
+
+    return lax.map(product, jnp.array(list(np.ndindex(*p.kernel_spatial))))
 
 
 def conv_wgrad_on_host(p: ConvWgradProblem, lhs: np.ndarray, g: np.ndarray) -> np.ndarray:

@@ -35,9 +35,14 @@ def integers(p: ConvProblem, seed: int = 0, limit: int = 2) -> tuple[jax.Array, 
 
 def normals(p: ConvProblem, seed: int = 0, draw: Any = jax.random.normal) -> tuple[jax.Array, jax.Array]:
     """Operands as `draw` draws them."""
-    first, second = jax.random.split(jax.random.key((SEED + seed) % 2**31))
-    x, y = p.operand_shapes
-    return draw(first, x, p.dtype), draw(second, y, p.dtype)
+    shapes, dtype = p.operand_shapes, p.dtype
+
+    @jax.jit  # XLA compiles one program, not one for each function
+    def both(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, y = (draw(each, shape, dtype) for each, shape in zip(jax.random.split(key), shapes, strict=True))
+        return x, y
+
+    return both(jax.random.key((SEED + seed) % 2**31))
 
 
 def exactly(p: ConvProblem, x: jax.Array, y: jax.Array) -> np.ndarray:

@@ -89,7 +89,7 @@ LIMITED: dict[str, tuple[Conv | products.Case, str, int]] = {
     "stem": (Conv((64, 64), (7, 7), 16, (3, 64), strides=(2, 2)), "bfloat16", 1 << 22),
     "grouped": (dataclasses.replace(IMAGES, batch=16, groups=8), "bfloat16", 1 << 20),
     "depthwise": (dataclasses.replace(IMAGES, batch=16, groups=64), "bfloat16", 1 << 16),
-    "zero_points": (products.Case(80, 1024, 320, "uint4", 64, "bfloat16"), "bfloat16", 1 << 21),
+    "zero_points": (products.Case(200, 1024, 320, "uint4", 64, "bfloat16", x_dtype=products.E4M3), products.E4M3, 1 << 21),
     "e4m3": (products.Case(700, 4096, 1500, x_dtype="float8_e4m3fn"), "float8_e4m3fn", 1 << 25),
 }
 
