@@ -34,6 +34,7 @@ REGRET = {
     "conv_wgrad": (1.0, 9.7),
     "dot_general": (0.4, 3.7),
     "quantized_matmul": (0.8, 7.0),
+    "ragged_dot": (0.7, 5.7),
 }
 
 
@@ -96,6 +97,7 @@ KNOWN: dict[Option, str] = {
     Option("wgrad_grouped", "images", 8): "timed on two problems so far",
     Option("ragged_m", "tile_m", 256): "nine layers were timed so far",
     Option("ragged_k", "swap", None): "a field of both families of grouped products; of this one it has one value",
+    Option("ragged_k", "cut", None): "the same",
     Option("quantized_transposed"): "no gradient of activations was timed so far",
     Option("dot_few_rows", "tile_m", 128): "few products of few rows were timed so far",
     Option("dot_few_rows", "tile_m", 256): "few products of few rows were timed so far",

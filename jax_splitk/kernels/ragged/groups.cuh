@@ -2,6 +2,35 @@
 
 #include "device/groups.cuh"
 
+__device__ inline int sum_of_lanes(int x) {
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) x += __shfl_xor_sync(~0u, x, by);
+  return x;
+}
+
+__device__ inline int max_of_lanes(int x) {
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) x = max(x, __shfl_xor_sync(~0u, x, by));
+  return x;
+}
+
+// How many pieces `tiles` tiles have, of `most` at most, that the rounds of their pieces fill the workers as
+// well as may be. Of numbers that fill as much it is the least. All lanes of a warp call it.
+__device__ inline int pieces_that_fill(int workers, int tiles, int most) {
+  int best = 0;  // percent of the workers that have a piece, and the number of pieces
+  for (int i = threadIdx.x % 32 + 1; i <= most; i += 32) {
+    const int count = tiles * i, rounds = (count + workers - 1) / workers;
+    best = max(best, min(count * 100 / (rounds * workers), 97) * 1024 + 1023 - i);
+  }
+  best = max_of_lanes(best);
+  return best == 0 ? 1 : 1023 - best % 1024;
+}
+
+// stages * piece / pieces, whose product may not fit in 32 bits.
+__device__ inline int start_of_piece(int piece, int stages, int pieces) {
+  return stages / pieces * piece + stages % pieces * piece / pieces;
+}
+
 struct Place {
   int row, column;  // of a tile among the tiles
 };

@@ -14,11 +14,9 @@
 
 #include "device/persistent_tile.cuh"
 #include "ragged/group_map.cuh"
+#include "ragged/pieces.cuh"
 #include "ragged/schedule_k.cuh"
 #include "structs.cuh"
-
-constexpr int SLOT_CHUNKS = TILE_M * TILE_N / 4;  // float4
-constexpr int ADD_THREADS = 256;                  // of the second kernel
 
 struct RaggedK : PersistentKernel {
   using Wgmma = WGMMA_16(TILE_N, SS)<GMMA::Major::MN, GMMA::Major::MN>;
@@ -85,23 +83,9 @@ struct RaggedK : PersistentKernel {
     return item.row() * TILE_M + warpgroup * 64 < args.rows_of_matrix;
   }
 
-  // Sums lie in a slot as the threads have them.
   __device__ bool exchange(const Item& item, Accumulator& acc) const {
     if (item.flags == 0) return false;
-    float4* chunk = slots + size_t(item.slot) * SLOT_CHUNKS + threadIdx.x - 128;
-#pragma unroll
-    for (int m = 0; m < M_PER_WG; ++m) {
-#pragma unroll
-      for (int j = 0; j < ACCUMULATORS; j += 4) {
-        float (&v)[4] = reinterpret_cast<float (&)[4]>(acc[m][j]);
-        if (item.flags & ADDS) {
-          const float4 kept = *chunk;
-          v[0] += kept.x, v[1] += kept.y, v[2] += kept.z, v[3] += kept.w;
-        }
-        if (item.flags & KEEPS) *chunk = make_float4(v[0], v[1], v[2], v[3]);
-        chunk += CONSUMER_THREADS;
-      }
-    }
+    exchange_sums(slots + size_t(item.slot) * SLOT_CHUNKS, item.flags & ADDS, item.flags & KEEPS, acc);
     return item.flags & KEEPS;
   }
 
@@ -149,23 +133,9 @@ extern "C" __global__ void __launch_bounds__(ADD_THREADS)
   wait_on_dependent_grids();
   if (found[0] < 0) return;
   const Place at = place_of(found[1], args.rows, args.columns);
-#pragma unroll 1
-  for (int i = blockIdx.y * ADD_THREADS + threadIdx.x; i < SLOT_CHUNKS; i += gridDim.y * ADD_THREADS) {
-    const float4* chunk = slots + size_t(found[2]) * SLOT_CHUNKS + i;
-    float4 sum = *chunk;
-#pragma unroll 4
-    for (int piece = 1; piece < found[3]; ++piece) {
-      chunk += SLOT_CHUNKS;
-      const float4 v = *chunk;
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-    }
-    const int four = i / CONSUMER_THREADS, thread = i % CONSUMER_THREADS;
-    const int block = four / (ACCUMULATORS / 4) * CONSUMERS + thread / 128;
-    const int row = at.row * TILE_M + block * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
-    const int column = at.column * TILE_N + four % (ACCUMULATORS / 4) * 8 + thread % 4 * 2;
-    if (column >= args.n) continue;
-    Output* to = out + (size_t(found[0]) * args.rows_of_matrix + row) * args.n + column;
-    if (row < args.rows_of_matrix) store_values<Output, 2>(to, {sum.x, sum.y});
-    if (row + 8 < args.rows_of_matrix) store_values<Output, 2>(to + size_t(8) * args.n, {sum.z, sum.w});
-  }
+  add_pieces(slots, found[2], found[3], at.column * TILE_N, args.n, [&](int in_tile) {
+    const int row = at.row * TILE_M + in_tile;
+    Output* matrix = out + size_t(found[0]) * args.rows_of_matrix * args.n;
+    return row < args.rows_of_matrix ? matrix + size_t(row) * args.n : nullptr;
+  });
 }

@@ -23,7 +23,6 @@ _STORE = {4: 4, 2: 2}
 _FEW, _LEAST = 3, 8
 _MAX_UNITS = 2**30
 _MAX_TILES = 2**15, 2**16  # rows and columns of tiles of a matrix, which share an int in device code
-_ADD_THREADS, _ADD_BLOCKS = 256, 8
 # Stages that the tensor cores add in a row at precision "highest", whose rows are parts of float32 numbers
 # (`ragged_parts`): the error is then at most 1.9 times that of a sum in float32, also of 64 rows of one sign.
 _EXACT_CHAIN = 3
@@ -142,19 +141,8 @@ class RaggedK(RaggedFamily):
         out = plan.TiledMap(self.out_buffer(p), p.out_dtype, (p.n, p.k, p.groups), strides, box)
         return group_map(0, p.dtype, p.k, BLOCK), group_map(1, p.dtype, p.n, BLOCK), out
 
-    def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
-        out = self.out_buffer(problem)
-        result, slots = plan.Pointer(out), plan.Pointer(out + 1)
-        main = self.main_launch(problem, config, slots)
-        sizes, offset, args = main.params[3:6]
-        reduce = plan.Launch(
-            kernel=self.kernel_name(problem, "_reduce"),
-            grid=(config.workers, _ADD_BLOCKS, 1),  # a tile that is cut has two slots or more
-            block=(_ADD_THREADS, 1, 1),
-            params=(slots, result, sizes, offset, args),
-            programmatic=True,
-        )
-        return (main, reduce) if may_cut(problem, config) else (main,)
+    def cut_tiles(self, problem: RaggedDotProblem, config: Config) -> int:
+        return config.workers if may_cut(problem, config) else 0  # a tile that is cut has two slots or more
 
 
 FAMILY = RaggedK(tiles.Config)

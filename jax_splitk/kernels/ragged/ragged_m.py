@@ -18,10 +18,17 @@ from jax_splitk.runtime.target import Target
 
 # (columns of the matrices, rows of lhs) of a tile under `swap`.
 _SWAPPED = tuple(itertools.product((64, 128, 256), (8, 16, 32, 64)))
+_LEAST = 8  # stages of a piece of a tile that is cut, at least
+_CUT = ((128, 256), (256, 128), (128, 192), (128, 128))  # tiles of candidates
 
 
 def _k_blocks(problem: RaggedDotProblem) -> int:
     return -(-problem.k // BLOCK)
+
+
+def _slots(config: Config) -> int:
+    """Slots for the sums of pieces."""
+    return 2 * config.workers if config.cut else 0
 
 
 class RaggedM(RaggedFamily):
@@ -33,6 +40,7 @@ class RaggedM(RaggedFamily):
     mode = "forward"
     TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 256), (64, 128))
     swaps = (False, True)
+    cuts = (False, True)
 
     def tiles(self, config: Config) -> Sequence[tuple[int, int]]:
         return _SWAPPED if config.swap else self.TILES
@@ -44,10 +52,18 @@ class RaggedM(RaggedFamily):
             return f"k={problem.k} with a float32 result; accepted: at most {MAX_FLOAT32_CHAIN * BLOCK}"
         return None
 
+    def config_refusal(self, problem: RaggedDotProblem, config: Config) -> str | None:
+        if (reason := super().config_refusal(problem, config)) is not None:
+            return reason
+        if config.cut and (config.swap or _k_blocks(problem) < 2 * _LEAST):
+            return f"cut with k={problem.k}; accepted: from {(2 * _LEAST - 1) * BLOCK + 1} on, without swap"
+        return None
+
     # ---- search ----------------------------------------------------------------------------------------------------
 
     def shapes(self, problem: RaggedDotProblem, target: Target) -> Iterator[Config]:
         yield from super().shapes(problem, target)
+        yield from (Config(m, n, 1, target.cores, cut=True) for m, n in _CUT)
         yield from (Config(m, n, 1, target.cores, swap=True) for m, n in _SWAPPED)
 
     def work(self, problem: RaggedDotProblem, config: Config, target: Target) -> Work:
@@ -58,9 +74,13 @@ class RaggedM(RaggedFamily):
         tall = max(1.0, rows / config.tile_rows + 0.5) if rows > 1 else 1.0
         count = groups * tall * -(-p.n // config.tile_columns)
         workers = min(config.workers, target.cores)
-        turns = max(1.0, count / workers + (0.5 if count > workers else 0.0))
+        if config.cut:
+            turns = max(_LEAST / _k_blocks(p), count / workers)
+        else:
+            turns = max(1.0, count / workers + (0.5 if count > workers else 0.0))
         stages = int(turns * _k_blocks(p))
-        work = config.stage_work(stages, max(config.stages, stages), 1)
+        # The loader goes on to the next tile: three stages are as good as four (26 products on an H200).
+        work = config.stage_work(stages, max(config.stages, stages), 1) | {"waits": 0.0}
         if not config.swap and config.consumers > 1:
             # The consumer that has none of a group's last 64 rows does not multiply.
             idle = config.tile_m / 2 if rows <= BLOCK else BLOCK / 2
@@ -73,17 +93,24 @@ class RaggedM(RaggedFamily):
             waves=1,
             # While one consumer leaves its sums, another one multiplies.
             stored_bytes=config.tile_m * config.tile_n * turns / config.consumers,
+            partial_bytes=2 * self.workspace_bytes(p, config),  # written and read again
+            launches=1 + config.cut,
         )
 
     # ---- plan ------------------------------------------------------------------------------------------------------
 
+    def workspace_bytes(self, problem: RaggedDotProblem, config: Config) -> int:
+        return _slots(config) * config.tile_m * config.tile_n * 4
+
     def sizes(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
-        p = problem
-        return {"m": p.m, "n": p.n, "k_blocks": _k_blocks(p), "columns": -(-p.n // config.tile_columns)}
+        p, columns = problem, -(-problem.n // config.tile_columns)
+        return {"m": p.m, "n": p.n, "k_blocks": _k_blocks(p), "columns": columns, "workers": config.workers}
 
     def macros(self, problem: RaggedDotProblem, config: Config) -> dict[str, int]:
         is_mn = problem.rhs_order == "gkn"
-        return {**super().macros(problem, config), "B_MN": int(is_mn), "B_WHOLE": int(is_whole(problem.n))}
+        layout = {"B_MN": int(is_mn), "B_WHOLE": int(is_whole(problem.n))}
+        cut = {"CUT": int(config.cut), "SLOTS": _slots(config), "PIECE_STAGES": _LEAST}
+        return {**super().macros(problem, config), **layout, **cut}
 
     def maps(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.TiledMap, ...]:
         p = problem
@@ -93,8 +120,8 @@ class RaggedM(RaggedFamily):
         rows = min(BLOCK, config.tile_rows)
         return lhs, rhs, group_map(self.out_buffer(p), p.out_dtype, p.n, rows)
 
-    def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
-        return (self.main_launch(problem, config),)
+    def cut_tiles(self, problem: RaggedDotProblem, config: Config) -> int:
+        return config.workers if config.cut else 0  # a tile that is cut has two slots or more
 
 
 FAMILY = RaggedM(tiles.Config)

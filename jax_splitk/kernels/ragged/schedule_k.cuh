@@ -20,18 +20,6 @@ static_assert(SLOTS < 1024);
 constexpr int MOST_SORTED = 1024;  // groups; of more, the order is their own
 constexpr int WORKERS_OF_LANE = (WORKERS + 31) / 32;
 
-__device__ inline int sum_of_lanes(int x) {
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) x += __shfl_xor_sync(~0u, x, by);
-  return x;
-}
-
-__device__ inline int max_of_lanes(int x) {
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) x = max(x, __shfl_xor_sync(~0u, x, by));
-  return x;
-}
-
 // How many tiles at the end of a matrix are cut, and into how many pieces: 1 where none is.
 struct Cut {
   int tiles, pieces;
@@ -101,31 +89,20 @@ struct Schedule {
       take_turns(worker, cut.tiles * cut.pieces, stages / cut.pieces + STORE_UNITS, load, least, largest,
                  [&](int i) {
                    const int piece = i / cut.tiles, tile = i - piece * cut.tiles;
-                   visit(matrix, whole + tile, start_of(piece, stages, cut.pieces),
-                         start_of(piece + 1, stages, cut.pieces), slot + tile * cut.pieces + piece);
+                   visit(matrix, whole + tile, start_of_piece(piece, stages, cut.pieces),
+                         start_of_piece(piece + 1, stages, cut.pieces), slot + tile * cut.pieces + piece);
                  });
       return true;
     });
   }
 
  private:
-  // stages * piece / pieces, whose product may not fit in 32 bits.
-  __device__ static int start_of(int piece, int stages, int pieces) {
-    return stages / pieces * piece + stages % pieces * piece / pieces;
-  }
-
   // The pieces fill the machine as well as may be, and there are no more of them than this matrix's slots.
   __device__ Cut cut_of(int stages) const {
     const int rest = tiles % WORKERS;
     if (rest == 0 || !is_cut(stages)) return {0, 1};
     const int most = min(SLOTS / cut_ones / rest, stages / PIECE_STAGES);
-    int best = 0;  // percent of the machine that are filled, and the fewest pieces that fill as much
-    for (int i = threadIdx.x % 32 + 1; i <= most; i += 32) {
-      const int count = rest * i, turns = (count + WORKERS - 1) / WORKERS;
-      best = max(best, min(count * 100 / (turns * WORKERS), 97) * 1024 + 1023 - i);
-    }
-    best = max_of_lanes(best);
-    const int pieces = best == 0 ? 1 : 1023 - best % 1024;
+    const int pieces = pieces_that_fill(WORKERS, rest, most);
     return {pieces > 1 ? rest : 0, pieces};
   }
 

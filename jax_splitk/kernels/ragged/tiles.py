@@ -20,6 +20,7 @@ MAX_WORKERS = 256
 MAX_SIZE = 2**30  # of m, k and n: coordinates of tensor maps, with what tiles have beyond
 _ALIGNMENT = 1024  # of the stages
 _MOST_CANDIDATES, _FEW_STAGES = 12, 3  # that are worth a try
+_ADD_THREADS, _ADD_BLOCKS = 256, 8  # of the second kernel; blocks for each tile that is cut
 BLOCK = 64  # rows of a block of shared memory, and elements of its rows; rows of a box of results
 
 
@@ -32,11 +33,13 @@ class Config(WgmmaTile):
       workers: persistent thread blocks.
       parts: number of parts in which a tile's columns are stored; more parts leave room for another stage.
       swap: the matrices' columns are WGMMA's rows, and the rows of lhs its columns.
+      cut: the tiles of the last round are cut along k, so that all workers have a piece (forward products).
     """
 
     workers: int
     parts: int = 1
     swap: bool = False
+    cut: bool = False
 
     @property
     def blocks_per_sm(self) -> int:
@@ -102,7 +105,7 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
         if (reason := tile_refusal(config, self.tiles(config))) is not None:
             return reason
         ranges = {"stages": range(MIN_STAGES, MAX_STAGES + 1), "workers": range(1, MAX_WORKERS + 1)}
-        if (reason := field_refusal(config, **ranges, parts=(1, 2, 4), swap=self.swaps)) is not None:
+        if (reason := field_refusal(config, **ranges, parts=(1, 2, 4), swap=self.swaps, cut=self.cuts)) is not None:
             return reason
         part = config.tile_n * jnp.dtype(problem.out_dtype).itemsize // config.parts
         if config.parts > 1 and (config.swap or part % ROW_BYTES):
@@ -113,6 +116,7 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
         return None
 
     swaps: Sequence[bool] = (False,)
+    cuts: Sequence[bool] = (False,)
 
     def tiles(self, config: Config) -> Sequence[tuple[int, int]]:
         """The possible (tile_m, tile_n)."""
@@ -167,14 +171,29 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
     def out_buffer(self, problem: RaggedDotProblem) -> int:
         return 3 + problem.has_offset
 
-    def main_launch(self, problem: RaggedDotProblem, config: Config, *params: plan.Param) -> plan.Launch:
-        """The launch of the kernel that computes the tiles. `params` follow the parameters of both families."""
+    @abc.abstractmethod
+    def cut_tiles(self, problem: RaggedDotProblem, config: Config) -> int:
+        """The most tiles that may be cut into pieces, which a second kernel adds."""
+
+    def launches(self, problem: RaggedDotProblem, config: Config) -> tuple[plan.Launch, ...]:
         maps = tuple(plan.MapParam(i) for i in range(3))
         sizes, offset = plan.Pointer(2), plan.Pointer(2 + problem.has_offset)
-        return plan.Launch(
+        args, out = self.args(problem, config), self.out_buffer(problem)
+        result, slots = plan.Pointer(out), plan.Pointer(out + 1)
+        main = plan.Launch(
             kernel=self.kernel_name(problem),
             grid=(config.workers, 1, 1),
             block=(config.threads, 1, 1),
-            params=(*maps, sizes, offset, self.args(problem, config), *params),
+            params=(*maps, sizes, offset, args, slots),
             shared_bytes=_dynamic_bytes(problem, config),
         )
+        if (tiles := self.cut_tiles(problem, config)) == 0:
+            return (main,)
+        reduce = plan.Launch(
+            kernel=self.kernel_name(problem, "_reduce"),
+            grid=(tiles, _ADD_BLOCKS, 1),
+            block=(_ADD_THREADS, 1, 1),
+            params=(slots, result, sizes, offset, args),
+            programmatic=True,
+        )
+        return main, reduce

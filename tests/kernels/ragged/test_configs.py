@@ -82,6 +82,9 @@ LONG = RaggedDotProblem("rhs_gradient", 1, 8, 8, 8, "bfloat16", "bfloat16")
     (LAYER, Config(128, 16, 3, 132, 2, True), "parts 2 of 16 columns; accepted: parts of whole 128 bytes, "),
     (LAYER, Config(128, 256, 3, 132, 1, True), "tile 128x256; accepted: 64x8, "),
     (WEIGHTS, Config(128, 256, 3, 132, 1, True), "swap True; accepted: False"),
+    (WEIGHTS, Config(128, 256, 3, 132, cut=True), "cut True; accepted: False"),
+    (LAYER, Config(128, 16, 3, 132, 1, True, True), "cut with k=4096; accepted: from 961 on, without swap"),
+    (dataclasses.replace(LAYER, k=960), Config(128, 256, 3, 132, cut=True), "cut with k=960; accepted: from 961 on"),
     # A place of a tile has 15 bits for its row and 16 for its column.
     (dataclasses.replace(LONG, k=64 * 2**15 + 8), Config(64, 128, 3, 4),
      "k=2097160 in 32769 tiles; accepted: at most 32768"),
@@ -120,7 +123,7 @@ def test_candidates_are_legal_unique_and_few() -> None:
 def test_no_candidate_has_parts_for_nothing() -> None:
     """More parts must leave room for more stages."""
     for p in PROBLEMS:
-        tiles = [(c.tile_m, c.tile_n, c.swap, c.stages) for c in family_of(p).candidates(p, DEFAULT_CUDA)]
+        tiles = [(c.tile_m, c.tile_n, c.swap, c.cut, c.stages) for c in family_of(p).candidates(p, DEFAULT_CUDA)]
         assert len(set(tiles)) == len(tiles)
 
 
@@ -168,13 +171,11 @@ def test_plans_are_those_of_the_custom_call() -> None:
             assert [b.bytes for b in made.buffers] == [*sizes, family.workspace_bytes(p, config)]
             # Bounded whatever the problem, for the sums of at most three tiles a worker.
             assert made.workspace_bytes <= 3 * 132 * 128 * 256 * 4
-            if p.mode == "forward":
-                assert (made.workspace_bytes, len(made.launches)) == (0, 1)
-            else:
-                # The second kernel adds what is in the slots of pieces.
-                cuts = ragged_k.may_cut(p, config)
-                assert len(made.launches) == 1 + cuts
-                assert made.workspace_bytes > 0 or not cuts
+            # The second kernel adds what is in the slots of pieces.
+            cuts = config.cut if p.mode == "forward" else ragged_k.may_cut(p, config)
+            assert len(made.launches) == 1 + cuts
+            assert made.workspace_bytes > 0 or not cuts
+            assert made.workspace_bytes == 0 or p.mode == "rhs_gradient" or config.cut
             for tensor_map in made.maps:
                 assert all(stride % 16 == 0 for stride in tensor_map.strides)
                 assert max(tensor_map.box) <= 256

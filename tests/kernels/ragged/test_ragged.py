@@ -145,6 +145,14 @@ def test_every_swapped_tile(out: str, order: str) -> None:
             check(p, ragged_config(tile_m, tile_n, 3, swap=True, stages=2), rng.permutation((0, 1, 130, 12)), rng)
 
 
+@pytest.mark.parametrize("sizes", thinned(map(list, ((2200, 0, 0), (0, 0, 0), (0, 1, 700))), 3))
+def test_empty_groups_matrices_are_zeros(sizes: list[int]) -> None:
+    """Each thread block stores its tiles of all of them, in one part or several, before it computes."""
+    with seeded(95) as rng:
+        check(rhs_gradient(3, 2400, 72, 264), ragged_config(64, 128, 4), sizes, rng)
+        check(rhs_gradient(3, 2400, 136, 72, FLOAT), ragged_config(128, 128, 3, parts=2), sizes, rng)
+
+
 # ---- tiles that are cut, and long sums -------------------------------------------------------------------------------
 
 
@@ -155,6 +163,15 @@ def test_cut_tiles(sizes: list[int], out: str) -> None:
     with seeded(88) as rng:
         p = rhs_gradient(len(sizes), 2400, 72, 136, out=out)
         check(p, ragged_config(64, 128, 5), sizes, rng)
+
+
+@pytest.mark.parametrize("workers", thinned((7, 3, 4, 5, 40, 200), 3))
+def test_the_last_round_is_cut(workers: int) -> None:
+    """A forward product's last round has fewer tiles than there are workers: few, most of them, or none at all."""
+    with seeded(96) as rng:
+        config = ragged_config(64, 128, workers, cut=True)
+        check(forward(3, 330, 1096, 264), config, rng.multinomial(300, (0.5, 0.2, 0.3)), rng)
+        check(forward(2, 200, 1032, 136, FLOAT, rhs_order="gnk", total_groups=4), config, (70, 0, 65, 20), rng, 1)
 
 
 @pytest.mark.exhaustive
@@ -183,6 +200,7 @@ def test_long_float32_sums_leave_the_tensor_cores(workers: int) -> None:
 
 ORDERED = {
     "forward": (forward(4, 200, out=FLOAT), ragged_config(64, 128, 3)),
+    "forward, cut tiles": (forward(2, 300, 1096, out=FLOAT), ragged_config(64, 128, 7, cut=True)),
     "rhs gradient, cut tiles": (rhs_gradient(2, 2400, out=FLOAT), ragged_config(64, 128, 5)),
     "rhs gradient, short chains": (rhs_gradient(2, 900, 8, 8, FLOAT, precision="highest"), ragged_config(64, 128, 2)),
 }
