@@ -30,6 +30,7 @@ from tests import float64, products, tuning_cache
 from tests.convolutions import NHWC, Conv
 from tests.on_gpu import error
 from tests.problems import seeded
+from tests.products import E4M3
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +50,7 @@ CONVOLUTIONS = {
     "no_spatial_dimensions": Conv((), (), 64, (16, 24), ("NC", "IO", "NC")),
 }
 PRODUCTS = [products.Case(rows, 512, 320) for rows in (1, 16, 64, 300)]
-PRODUCTS += [products.Case(rows, 512, 320, x_dtype="float8_e4m3fn") for rows in (16, 300)]
+PRODUCTS += [products.Case(rows, 512, 320, x_dtype=E4M3) for rows in (16, 300)]
 FORWARD, BACKWARD = PRODUCTS[1], products.Case(16, 320, 512)  # a product, and that with the transposed weight
 
 
@@ -89,8 +90,8 @@ LIMITED: dict[str, tuple[Conv | products.Case, str, int]] = {
     "stem": (Conv((64, 64), (7, 7), 16, (3, 64), strides=(2, 2)), "bfloat16", 1 << 22),
     "grouped": (dataclasses.replace(IMAGES, batch=16, groups=8), "bfloat16", 1 << 20),
     "depthwise": (dataclasses.replace(IMAGES, batch=16, groups=64), "bfloat16", 1 << 16),
-    "zero_points": (products.Case(200, 1024, 320, "uint4", 64, "bfloat16", x_dtype=products.E4M3), products.E4M3, 1 << 21),
-    "e4m3": (products.Case(700, 4096, 1500, x_dtype="float8_e4m3fn"), "float8_e4m3fn", 1 << 25),
+    "zero_points": (products.Case(200, 1024, 320, "uint4", 64, "bfloat16", x_dtype=E4M3), E4M3, 1 << 21),
+    "e4m3": (products.Case(700, 4096, 1500, x_dtype=E4M3), E4M3, 1 << 25),
 }
 
 
@@ -279,7 +280,7 @@ def test_a_data_parallel_step_under_plain_jit(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
 def test_products_are_exact_on_integers(case: products.Case) -> None:
     packed, values = weights(case)
-    x = products.integers(case, 1 if case.x_dtype == "float8_e4m3fn" else 2, seed=4)
+    x = products.integers(case, 1 if case.x_dtype == E4M3 else 2, seed=4)
     out = run(jax_splitk.quantized_matmul, jnp.asarray(x, case.x_dtype), packed)
     np.testing.assert_array_equal(out, float64.rounded(x @ values, case.out_dtype))
 
