@@ -1,6 +1,7 @@
 """Checks of a family of convolutions on a GPU: exactness, accuracy, determinism, and NaN only where it belongs."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,14 +36,13 @@ def integers(p: ConvProblem, seed: int = 0, limit: int = 2) -> tuple[jax.Array, 
 
 def normals(p: ConvProblem, seed: int = 0, draw: Any = jax.random.normal) -> tuple[jax.Array, jax.Array]:
     """Operands as `draw` draws them."""
-    shapes, dtype = p.operand_shapes, p.dtype
+    x, y = _drawn(jax.random.key((SEED + seed) % 2**31), draw, p.operand_shapes, p.dtype)
+    return x, y
 
-    @jax.jit  # XLA compiles one program, not one for each function
-    def both(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, y = (draw(each, shape, dtype) for each, shape in zip(jax.random.split(key), shapes, strict=True))
-        return x, y
 
-    return both(jax.random.key((SEED + seed) % 2**31))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))  # one program for XLA to compile, not one for each function
+def _drawn(key: jax.Array, draw: Any, shapes: tuple[tuple[int, ...], ...], dtype: str) -> list[jax.Array]:
+    return [draw(each, shape, dtype) for each, shape in zip(jax.random.split(key), shapes, strict=True)]
 
 
 def exactly(p: ConvProblem, x: jax.Array, y: jax.Array) -> np.ndarray:

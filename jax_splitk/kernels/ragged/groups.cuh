@@ -14,8 +14,9 @@ __device__ inline int max_of_lanes(int x) {
   return x;
 }
 
-// How many pieces `tiles` tiles have, of `most` at most, that the rounds of their pieces fill the workers as
-// well as may be. Of numbers that fill as much it is the least. All lanes of a warp call it.
+// The number of pieces, `most` at most, into which each of `tiles` tiles is cut, so that as few workers as
+// possible are idle in the last round of pieces. The fewest, where several numbers are as good. All lanes of
+// a warp call it.
 __device__ inline int pieces_that_fill(int workers, int tiles, int most) {
   int best = 0;  // percent of the workers that have a piece, and the number of pieces
   for (int i = threadIdx.x % 32 + 1; i <= most; i += 32) {

@@ -1,5 +1,5 @@
-// Sums of tiles that are not the whole result: they lie in slots of the workspace as the threads of the
-// consumers have them, and a second kernel adds those of a tile in their order.
+// Sums of pieces of tiles. A slot of the workspace holds the sums of one piece, in the order in which the
+// threads of the consumers have them. A second kernel adds the pieces of a tile, always in the same order.
 
 #include "device/output.cuh"
 #include "device/wgmma_tile.cuh"
@@ -25,8 +25,8 @@ __device__ __forceinline__ void exchange_sums(float4* slot, bool adds, bool keep
   }
 }
 
-// The sums of a tile that has so many pieces, in slots one after the other. The blocks along y share the
-// work. A row of the tile goes to out(row), a row of the result, or nowhere where that is null.
+// Adds the pieces of a tile, which are in slots one after the other, and stores the result. The blocks along
+// y share the work. out(row) is where the result has a row of the tile; null: the row is not stored.
 template <class Out>
 __device__ __forceinline__ void add_pieces(const float4* slots, int first, int pieces, int first_column,
                                            int columns, const Out& out) {

@@ -8,7 +8,7 @@
 // Under SWAP the columns of B are WGMMA's rows, and the rows of A its columns: a group of a few rows costs
 // its own rows, not 64.
 //
-// Who computes what: schedule_m.cuh. Workspace: the slots of fp32 sums that CUT says.
+// Who computes what: schedule_m.cuh. Workspace: with CUT the slots of the pieces' fp32 sums.
 //
 // Macros: ELEMENT (a number of output.cuh), B_MN (1: n is contiguous in B, 0: k is), B_WHOLE (see
 // `load_operand`), GROUPS (at least as many as there are), HAS_OFFSET (1: a group offset is given), and those

@@ -90,7 +90,7 @@ struct Turns {
     }
   }
 
-  // The tile of the last round with that number, of those that there are.
+  // The `number`-th tile of the last round; `number` is below last.tiles.
   __device__ Part tile_of_last_round(int number) const {
     int tile = last.first + number;
     for (int group = 0; group < args.groups; ++group) {

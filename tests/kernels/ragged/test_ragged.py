@@ -147,7 +147,7 @@ def test_every_swapped_tile(out: str, order: str) -> None:
 
 @pytest.mark.parametrize("sizes", thinned(map(list, ((2200, 0, 0), (0, 0, 0), (0, 1, 700))), 3))
 def test_empty_groups_matrices_are_zeros(sizes: list[int]) -> None:
-    """Each thread block stores its tiles of all of them, in one part or several, before it computes."""
+    """All groups but one are empty, or all of them; tiles leave in one part or in two."""
     with seeded(95) as rng:
         check(rhs_gradient(3, 2400, 72, 264), ragged_config(64, 128, 4), sizes, rng)
         check(rhs_gradient(3, 2400, 136, 72, FLOAT), ragged_config(128, 128, 3, parts=2), sizes, rng)
