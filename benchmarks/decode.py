@@ -4,9 +4,9 @@ under `lax.scan` over stacked weights. See README.md beside this file.
 python -m benchmarks.decode [--layers N] [--rows N ...] [--[no-]scan] [--only NAME ...] [--quick] [--json FILE]
 
 Contestants: XLA's bfloat16 and fp8 products, and jax_splitk's bfloat16, fp8 and int4 products; and the int4 weights in
-fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, and residuals
-are added in the products. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA may read the
-stack in place.
+fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, the products
+normalize x and add residuals. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA may read
+the stack in place.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from benchmarks.report import say
 
 GROUP = 64  # k of an int4 weight's scale
 TOKENS = 16
+EPSILON = 1e-5  # of the norms
 # Slices become part of cuBLASLt's products, and all products are cuBLASLt's. The first is the default from jaxlib
 # 0.11.1 on.
 IN_PLACE: dict[str, str | bool] = {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_enable_triton_gemm": False}
@@ -166,7 +167,7 @@ def _stacked(layers: list[Layer]) -> Layer:
 
 def _normalized(x: jax.Array) -> jax.Array:
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x * lax.rsqrt(square + 1e-5)).astype(x.dtype)
+    return (x * lax.rsqrt(square + EPSILON)).astype(x.dtype)
 
 
 def layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x: jax.Array) -> jax.Array:
@@ -179,11 +180,11 @@ def layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x
 
 
 def fused_layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x: jax.Array) -> jax.Array:
-    """The same layer in four products."""
+    """The same layer in four products, of which two normalize x."""
     heads, kv = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    q, k, v = jnp.split(multiply(_normalized(x), layer["qkv"]), (heads, heads + kv), axis=-1)
+    q, k, v = jnp.split(multiply(x, layer["qkv"], norm_epsilon=EPSILON), (heads, heads + kv), axis=-1)
     x = multiply(_attention(sizes, q, k, v), layer["o"], residual=x)
-    y = multiply(_normalized(x), layer["gate_up"], activation="swiglu")
+    y = multiply(x, layer["gate_up"], norm_epsilon=EPSILON, activation="swiglu")
     return multiply(y, layer["down"], residual=x)
 
 

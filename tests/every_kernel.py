@@ -120,10 +120,10 @@ def _product(case: products.Case) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     with jax.default_device(jax.devices("cpu")[0]):
         q, weight = products.exact_weight(case, SEED, case.operand)
         # The tensor cores' sums of e4m3 products keep 13 bits at least.
-        x = products.integers(case, 1 if case.x_dtype == E4M3 else 2, SEED)
+        x, scale, multiplied = products.exact_norm(case, SEED)
         operands = tuple(np.asarray(array) for array in products.operands(prepack(q), x, case.x_dtype))
-    more, exact = products.exact_epilogue(case, x @ case.multiplied(weight), SEED)
-    return (*operands, *more), exact.astype(np.float32).astype(jnp.dtype(case.out_dtype))
+    more, exact = products.exact_epilogue(case, multiplied @ case.multiplied(weight), SEED)
+    return (*operands, *more, *scale), exact.astype(np.float32).astype(jnp.dtype(case.out_dtype))
 
 
 # ---- weight gradients ----------------------------------------------------------------------------------------------
@@ -761,6 +761,11 @@ def _stream() -> Iterator[Run]:
         (dataclasses.replace(gated, rows=20, activation="geglu", bias="float32", out_dtype="float32"), 32, 2, 1),
         (products.Case(3, 256, 70, bias=HALF, activation="relu", residual="float32"), 8, 2, 1),
         (products.Case(9, 256, 72, "uint4", 64, "own", E8M0, channel=True, residual="bfloat16"), 16, 1, 2),
+        # Normalized activations: by each size of cluster, with k that ends in a stage.
+        (dataclasses.replace(gated, k=256, norm="bfloat16"), 8, 1, 2),
+        (products.Case(2, 64, 40, norm="one"), 8, 1, 1),
+        (products.Case(9, 512, 72, "uint4", 64, "own", norm="bfloat16", residual="float32"), 16, 2, 1),
+        (products.Case(30, 512, 70, "int8", 512, norm="bfloat16"), 32, 4, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, 1, 1, 3, cluster, clusters), case)
 

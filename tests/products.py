@@ -50,11 +50,17 @@ class Case:
     bias: str = "none"  # dtypes of an epilogue's operands
     activation: str = "none"
     residual: str = "none"
+    norm: str = "none"  # "one": x is normalized, without a scale; or the scale's dtype
+    epsilon: float = 0.0
 
     @property
     def after(self) -> dict[str, str]:
-        """The fields of the epilogue."""
-        return {"bias_dtype": self.bias, "activation": self.activation, "residual_dtype": self.residual}
+        """The fields of the normalization and the epilogue."""
+        found = {"bias_dtype": self.bias, "activation": self.activation, "residual_dtype": self.residual}
+        if self.norm == "none":
+            return found
+        scale = "none" if self.norm == "one" else self.norm
+        return {**found, "norm_epsilon": repr(self.epsilon), "norm_scale_dtype": scale}
 
     @property
     def operand(self) -> str:
@@ -126,6 +132,29 @@ def exact_epilogue(case: Case, sums: np.ndarray, seed: int) -> tuple[list[np.nda
     return list(given.values()), exact
 
 
+def exact_norm(case: Case, seed: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """An x of small integers, the scale of the normalized x if there is one, and the integers that are multiplied. Rows
+    that are normalized are 2 and -2, whose mean square has an exact root."""
+    if case.norm == "none":
+        x = integers(case, 1 if case.x_dtype == E4M3 else 2, seed)
+        return x, [], x
+    rng = random(seed, 2)
+    x = rng.choice([-2.0, 2.0], case.problem.x_shape)
+    if case.norm == "one":
+        return x, [], x / 2
+    scale = rng.choice([-2.0, -1.0, 1.0, 2.0], case.k)
+    return x, [scale.astype(jnp.dtype(case.norm))], x / 2 * scale
+
+
+def normalized(case: Case, x: Any, scale: Any = None) -> np.ndarray:
+    """x in float64, normalized as the case says, and not rounded."""
+    x = np.asarray(x, np.float64)
+    if case.norm == "none":
+        return x
+    x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + case.epsilon)
+    return x if scale is None else x * np.asarray(scale, np.float64)
+
+
 def random_epilogue(rng: np.random.Generator) -> Case:
     """Any format, sizes, dtypes and epilogue whose results are exact on integers."""
     draw = lambda *values: values[int(rng.integers(len(values)))]  # noqa: E731
@@ -154,8 +183,15 @@ def random_epilogue(rng: np.random.Generator) -> Case:
         residual=draw("none", "bfloat16", "float16", "float32"),
     )
     if activation in ("none", "relu"):
-        return dataclasses.replace(kind, bias=draw("none" if activation == "relu" else "float16", "bfloat16"))
-    return dataclasses.replace(kind, bias=draw("bfloat16", "float32"))
+        bias = draw("none" if activation == "relu" else "float16", "bfloat16")
+    else:
+        bias = draw("bfloat16", "float32")
+    norm = draw("none", "one", "bfloat16")
+    if kind.x_dtype != "bfloat16" or kind.rows > 32:
+        norm = "none"
+    elif norm != "none":  # the inverse of k is exact
+        kind = dataclasses.replace(kind, k=512, group_size=min(kind.group_size, 64))
+    return dataclasses.replace(kind, bias=bias, norm=norm)
 
 
 def random(*key: int) -> np.random.Generator:

@@ -82,6 +82,8 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         "bias_dtype": _BIAS,
         "activation": _ACTIVATION,
         "residual_dtype": _RESIDUAL,
+        "norm_epsilon": ('"none"', "text of the number that is added to the mean square of a row of x, or none"),
+        "norm_scale_dtype": ('"none"', "dtype of the scale of the normalized x, [k]"),
     },
     "quantized_matmul_transposed": {
         **_QUANTIZED,

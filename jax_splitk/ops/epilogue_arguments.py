@@ -73,16 +73,16 @@ def epilogue_operands(
         if given.shape not in (kept, whole):
             raise ValueError(f"bias of shape {given.shape}; accepted: {' or '.join(map(str, {kept: 0, whole: 0}))}")
         of_one = kept if activation in GATED else (features,)
-        found.append(jnp.broadcast_to(_in_kernels(given), whole).reshape(*stack, *of_one))
+        found.append(jnp.broadcast_to(in_kernels(given), whole).reshape(*stack, *of_one))
     if residual is not None:
         given = jnp.asarray(residual)
         require(given.shape == shape, f"residual of shape {given.shape}", str(shape))
         columns = features // 2 if activation in GATED else features
         rows = math.prod(shape[len(stack) : len(shape) - (1 if activation in GATED else len(of_w.kept))])
-        found.append(_in_kernels(given).reshape(*stack, rows, columns))
+        found.append(in_kernels(given).reshape(*stack, rows, columns))
     return found
 
 
-def _in_kernels(x: jax.Array) -> jax.Array:
-    """A bias or residual in a dtype that kernels take."""
+def in_kernels(x: jax.Array) -> jax.Array:
+    """A bias, a residual or a scale in a dtype that kernels take."""
     return x if x.dtype.name in OUT_DTYPES else x.astype(jnp.float32)

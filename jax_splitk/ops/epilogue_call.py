@@ -49,6 +49,11 @@ class WithEpilogue(Call):
         return self.activation in GATED
 
     @property
+    def is_linear(self) -> bool:
+        """Whether the result is linear in each of the product's operands, but for a constant."""
+        return self.activation == "none"
+
+    @property
     def after_count(self) -> int:
         """How many operands follow the product's."""
         return int(self.bias)
@@ -116,7 +121,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: WithEpilogue)
     """An activation is differentiated at the product, which is kept in the result's dtype. All else is linear, and
     stays in the kernel."""
     call = call.differentiated
-    if call.activation != "none":
+    if not call.is_linear:
         moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
         def of_moving(*moved: jax.Array) -> jax.Array:

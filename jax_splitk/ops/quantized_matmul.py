@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_splitk.ops import quantized_primitive
 from jax_splitk.ops.epilogue_arguments import WeightAxes, epilogue_operands, unjoined
+from jax_splitk.ops.norm_arguments import check_norm, norm_scale_operand
 from jax_splitk.ops.quantized_epilogue import EpilogueCall
 from jax_splitk.ops.quantized_gradient import Back, bind_paired
 from jax_splitk.problems import quantized_matmul as problems
@@ -40,6 +41,8 @@ def quantized_matmul(
     bias: jax.Array | None = None,
     activation: Activation | GatedActivation | None = None,
     residual: jax.Array | None = None,
+    norm_epsilon: float | None = None,
+    norm_scale: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
@@ -51,6 +54,12 @@ def quantized_matmul(
     in the kernel that computes the product. Under differentiation of an activation, x @ w is rounded to the result's
     dtype and kept, and XLA computes the epilogue. XLA also computes it from the rounded x @ w where devices divide k,
     with `transposed`, and where the weight has tiles of padding in its features.
+
+    With `norm_epsilon` the product is that of x / sqrt(mean(x**2) + norm_epsilon) * norm_scale, with the mean over all
+    axes that the weight contracts (RMSNorm, arXiv:1910.07467), computed in float32 and rounded to x's dtype. With at
+    most 32 rows of bfloat16 the kernel of the product does that itself: it rounds x * norm_scale, and divides the
+    products' sums by the root. It takes a k that is a multiple of 8 and a scale of bfloat16. Else, and under
+    differentiation, XLA normalizes x.
 
     Runs under jit, vmap (over x, w or both), scan, remat and shard_map. It can be differentiated with respect to x (in
     which it is linear), the scales and floating zero points, in forward and reverse mode and to any order. Adapters on
@@ -84,6 +93,9 @@ def quantized_matmul(
         "swigluoai", gpt-oss's: gate * sigmoid(1.702 * gate) * (up + 1), with the gate at most 7 and up from -7 to 7.
         None: no activation.
       residual: added last, of the result's shape. None: nothing is added.
+      norm_epsilon: a number of at least 0. None: x is multiplied as it is.
+      norm_scale: of x's last axis, or axes: those that the weight contracts; or of these with *stack in front. Of
+        dtype bfloat16, float16 or float32. None: 1.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
       implementation: as in `conv_wgrad`.
@@ -101,7 +113,8 @@ def quantized_matmul(
     Raises:
       TypeError: dtypes other than those above, a weight of another type, a config of an unknown family, or a config
         with a field of a wrong type.
-      ValueError: shapes that do not fit together, an unknown implementation, a config that is not legal.
+      ValueError: shapes that do not fit together, an unknown implementation, a config that is not legal, a negative
+        or infinite norm_epsilon, a norm_scale without norm_epsilon.
       NotImplementedError: an explicit implementation or config that cannot serve; the message names the limit. Limits
         that depend on the device raise it at lowering.
       FrozenCacheMiss: at lowering with `JAX_SPLITK_CACHE_MODE=frozen`, if there is no tuning decision.
@@ -113,7 +126,10 @@ def quantized_matmul(
     """
     options = settled("quantized_matmul", Options(config, implementation))
     _check_order(x, w)
+    check_norm(norm_epsilon, norm_scale)
     if isinstance(w, PermutedWeight):
+        if norm_scale is not None:
+            norm_scale = w.activations(jnp.broadcast_to(norm_scale, w.order.shape))
         x, w = w.activations(x), w.weight
     w = unjoined("w", w, activation)
     x = jnp.asarray(x)
@@ -133,8 +149,10 @@ def quantized_matmul(
     kept = (features // 2,) if activation in GATED else of_w.kept
     shape = (*of_w.stack, *middle, *kept)
     after = epilogue_operands(bias, residual, of_w, shape, activation)
-    x, leaves, back_leaves, after = _compat.vary_alike((x, leaves, jax.lax.stop_gradient(back_leaves), after))
-    matrices = resized(x.reshape(*of_w.stack, math.prod(middle), k), layout.shape[0])
+    scale = [] if norm_scale is None else [norm_scale_operand(norm_scale, of_w)]
+    given = (x, leaves, jax.lax.stop_gradient(back_leaves), after, scale)
+    x, leaves, back_leaves, after, scale = _compat.vary_alike(given)
+    matrices = x.reshape(*of_w.stack, math.prod(middle), k)
     call = EpilogueCall(
         layout=layout,
         out_dtype=out_dtype.name,
@@ -142,9 +160,15 @@ def quantized_matmul(
         activation=activation or "none",
         bias=bias is not None,
         residual=residual is not None,
+        norm_epsilon=None if norm_epsilon is None else float(norm_epsilon),
+        norm_scale=norm_scale is not None,
     )
+    if norm_epsilon is not None and (back is not None or layout.shape != (k, features)):
+        (matrices,) = call.normalized_first(matrices, *scale)
+        call, scale = call.with_x_as_it_is, []
+    matrices = resized(matrices, layout.shape[0])
     if not call.is_product and back is None and layout.shape[1] == features:
-        return _with_epilogue(call, matrices, leaves, after).reshape(shape)
+        return _with_epilogue(call, matrices, leaves, [*after, *scale]).reshape(shape)
     out = resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
     return (out if call.is_product else call.around(out, *after)).reshape(shape)
 

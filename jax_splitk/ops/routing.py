@@ -55,15 +55,20 @@ def only_xla(problem: Problem) -> str | None:
 
 def served(problem: Problem, platform: str) -> tuple[Problem, str]:
     """The problem that kernels of the platform compute, and what XLA computes around them, in words. It is the problem
-    itself, unless no kernel takes it and a kernel takes the simpler one."""
-    other = None if only_xla(problem) is not None else _simpler(problem)
-    if other is None:
-        return problem, ""
+    itself, unless no kernel takes it and a kernel takes a simpler one."""
+    given, said = problem, []
+    while only_xla(given) is None and not _taken(given, platform):
+        simpler = _simpler(given)
+        if simpler is None:
+            return problem, ""
+        given, around = simpler
+        said.append(around)
+    return (problem, "") if only_xla(given) is not None else (given, ", ".join(said))
 
-    def takes(problem: Problem) -> bool:
-        return any(family.problem_refusal(problem) is None for family in kernels.families(problem.op, platform))
 
-    return other if takes(other[0]) and not takes(problem) else (problem, "")
+def _taken(problem: Problem, platform: str) -> bool:
+    """Whether a kernel of the platform takes the problem."""
+    return any(family.problem_refusal(problem) is None for family in kernels.families(problem.op, platform))
 
 
 @functools.lru_cache(maxsize=MEMORY)
@@ -72,6 +77,9 @@ def _simpler(problem: Problem) -> tuple[Problem, str] | None:
     product without its epilogue, a grouped product of the parts of float32 numbers. None if there is none."""
     if isinstance(problem, DotProblem) and problem.epilogue:
         return problem.product, f"XLA computes the epilogue ({problem.epilogue})"
+    if isinstance(problem, QuantizedEpilogueProblem) and problem.normalized:
+        other = problem.with_x_as_it_is
+        return other if other.epilogue else other.product, "XLA normalizes x"
     if isinstance(problem, QuantizedEpilogueProblem | QuantizedRaggedEpilogueProblem):
         return problem.sums, f"XLA computes the epilogue ({problem.epilogue})"
     if isinstance(problem, RaggedDotProblem) and (parts := in_parts(problem)) is not None:

@@ -131,6 +131,7 @@ T from_lane(uint32_t mask, const T& value, int lane, const char* what) {
 }  // namespace emulator
 
 inline float __expf(float x) { return std::exp(x); }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 // As CUDA documents it, a divisor above 2^126 makes a quotient of 0, or NaN of an infinity.
 inline float __fdividef(float x, float y) { return std::fabs(y) > 0x1p126f ? x * 0.f : x / y; }
 

@@ -512,6 +512,21 @@ def test_what_packing_does_not_let_be_cut_is_gathered(
     assert any(f"sharded along {name}, which is gathered" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize(("kind", "by_row"), crossed(KINDS, [False, True]))
+def test_quantized_product_of_normalized_activations(kind: str, by_row: bool) -> None:
+    """The mean square is that of all k, also where devices have parts of it."""
+    weight, x, scale = packed(), rows() / 32, on_device(generator(89).integers(1, 4, 512), jnp.float32)
+
+    def f(x: jax.Array, w: PackedWeight, scale: jax.Array) -> jax.Array:
+        return wide(x, w, norm_epsilon=1e-5, norm_scale=scale)
+
+    expected = f(x, weight, scale)
+    with partitioned(kind) as put:
+        given = (put(x, *(BOTH if by_row else ("data",))), placed(put, weight, BY_ROW if by_row else BY_COLUMN))
+        out, _, _ = compiled(f, *given, put(scale))
+    close(out, expected)
+
+
 @pytest.mark.parametrize(("kind", "gated", "by_row"), crossed(KINDS, [False, True], [False, True]))
 def test_quantized_product_with_an_epilogue(kind: str, gated: bool, by_row: bool) -> None:
     """By columns each device computes its part of the epilogue, and a gated one has gate and up. By rows the epilogue

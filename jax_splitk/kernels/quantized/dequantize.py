@@ -49,16 +49,16 @@ def last_pointers(problem: QuantizedMatmulProblem) -> tuple[plan.Pointer, ...]:
 
 def epilogue_pointers(problem: Problem) -> tuple[plan.Pointer, ...]:
     """The bias and the residual, if the kernel has an epilogue."""
-    if not isinstance(problem, _WITH_EPILOGUE):
+    if not isinstance(problem, _WITH_EPILOGUE) or not problem.epilogue:
         return ()
-    count = len(problem.operand_types)
+    count = len(problem.operand_types) - len(getattr(problem, "norm_operands", ()))
     bias, residual = problem.bias_dtype != "none", problem.residual_dtype != "none"
     return plan.Pointer((count - 1 - residual) * bias), plan.Pointer((count - 1) * residual)
 
 
 def epilogue_macros(problem: Problem) -> dict[str, int]:
     """Macros of the epilogue, if the kernel has one."""
-    if not isinstance(problem, _WITH_EPILOGUE):
+    if not isinstance(problem, _WITH_EPILOGUE) or not problem.epilogue:
         return {}
     bias = "none" if problem.bias_dtype == "none" else "n"
     return epilogue.macros(bias, problem.bias_dtype, problem.activation, problem.residual_dtype)

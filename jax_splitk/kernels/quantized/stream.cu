@@ -15,6 +15,9 @@
 // tiles of X when it first meets them, or all reorder what they load. The tensor cores' sums of e4m3, which
 // are short, are never longer than those 64 k.
 //
+// Activations that are to be normalized are multiplied by their scale when the consumers first meet them, and
+// the sums by the inverse of the root of their mean square (norm.cuh).
+//
 // At the end of a row tile the warpgroups' sums meet in shared memory, where the epilogue's warps add them,
 // and the blocks' in the cluster: each block owns TILE_N / CLUSTER rows of the result, receives the others'
 // sums in its inboxes, and adds them, always in the same order, a row tile later.
@@ -35,8 +38,8 @@
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
 // (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), those of
-// epilogue.cuh, TABLE (NormalFloat4 by look-ups in shared memory), TILE_N (rows of X), WARPGROUPS, TILES,
-// STAGES, CLUSTER.
+// epilogue.cuh and norm.cuh, TABLE (NormalFloat4 by look-ups in shared memory), TILE_N (rows of X),
+// WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -74,7 +77,9 @@ constexpr int FINISHERS = PART_ITEMS >= EPILOGUE_THREADS ? EPILOGUE_WARPS : (PAR
 constexpr int SUMS_AT = STAGES * STAGE_BYTES, INBOXES_AT = SUMS_AT + SUMS_BYTES;
 constexpr int BARRIERS_AT = INBOXES_AT + INBOXES * INBOX_BYTES;
 constexpr int TABLE_AT = BARRIERS_AT + 384, TABLE_BYTES = TABLE ? 256 * 32 * 4 : 0;
-constexpr int X_AT = (TABLE_AT + TABLE_BYTES + 1023) / 1024 * 1024;
+constexpr int NORM_AT = TABLE_AT + TABLE_BYTES, NORM_BYTES = NORM ? 768 : 0;
+constexpr int X_AT = (NORM_AT + NORM_BYTES + 1023) / 1024 * 1024;
+constexpr int SQUARES_BYTES = NORM ? CLUSTER * PART_ROWS * 16 : 0;        // that a block gets (norm.cuh)
 constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
@@ -106,6 +111,10 @@ struct Block {
         last(g.stages * (rank + 1) / CLUSTER) {}
 };
 
+#if NORM
+#include "quantized/norm.cuh"
+#endif
+
 // ---- producer --------------------------------------------------------------------------------------------
 
 // A stage's rows (tiles, or groups of scales) of a row tile, from its row `first` on. The row tile has
@@ -130,7 +139,8 @@ __device__ inline void copy_rows(const void* all, int tile, int first, int count
 // that the products need not wait for all of it: as one box, or where k ends within a stage in boxes of a
 // tile.
 __device__ inline void produce(const Block& block, const TensorMap* x_map, const uint8_t* words,
-                               const uint8_t* scale, const uint8_t* zero, bool leader) {
+                               const uint8_t* scale, const uint8_t* zero,
+                               [[maybe_unused]] const void* norm_scale, bool leader) {
   const Args& g = block.g;
   Signals& barriers = block.barriers;
   constexpr uint64_t HINT = EVICT_LAST;
@@ -146,7 +156,12 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
       if (WHOLE || leader) {
         uint8_t* stage = block.smem + at.stage * STAGE_BYTES;
         barriers.pipeline.wait_empty(at);
-        barriers.pipeline.expect(at, STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0));
+        int bytes = STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0);
+#if NORM
+        const bool with_scale = first && s == block.first;
+        if (with_scale) bytes += scale_bytes(block);
+#endif
+        barriers.pipeline.expect(at, bytes);
         copy_rows<STAGE_TILES, WORDS_BYTES>(words, tile, s * STAGE_TILES, g.k_tiles, full, stage);
         if constexpr (GROUP != 0) {
           copy_rows<STAGE_GROUPS, SCALE_ROW>(scale, tile, s * STAGE_GROUPS, g.groups, full,
@@ -156,6 +171,9 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
                                               stage + ZEROS_OFFSET);
           }
         }
+#if NORM
+        if (with_scale) copy_scale(block, norm_scale, full);
+#endif
         if (WHOLE && first) load_tile(x_map, full, HINT, x, 0, 0, s * STAGE_TILES);
       }
       if (!WHOLE && first) {
@@ -315,6 +333,16 @@ __device__ inline void add(float4& sum, const float4& more) {
   sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
 }
 
+// The sums of row n of the block, or of those that it owns of the cluster, over the root of X's mean square.
+__device__ inline float4 normalized([[maybe_unused]] const Block& block, [[maybe_unused]] int n,
+                                    float4 sums) {
+#if NORM
+  const float inverse = inverse_root(block, n);
+  sums.x *= inverse, sums.y *= inverse, sums.z *= inverse, sums.w *= inverse;
+#endif
+  return sums;
+}
+
 #if EPILOGUE
 // The epilogue's results of four features of one row; each 16 lanes have a row.
 __device__ inline void store(const Args& g, const Destination result, int n, int feature, float4 value) {
@@ -390,7 +418,8 @@ __device__ inline void finish(const Block& block, const Destination out, int thr
     float4 sum = from[0];
 #pragma unroll
     for (int s = 1; s < CLUSTER; ++s) add(sum, from[s * PART_ITEMS]);
-    store(block.g, out, block.rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4, sum);
+    store(block.g, out, block.rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4,
+          normalized(block, item / 16, sum));
   }
   __syncwarp();
   if (again && thread % 32 < CLUSTER) Barrier::arrive(&barriers.free.at[inbox], thread % 32);
@@ -411,10 +440,14 @@ __device__ inline void add_up(const Block& block, const Destination out) {
     if (more) {
       [[maybe_unused]] const int inbox = count % 2;
       if constexpr (CLUSTER > 1) {
-        if (thread == 0) Barrier::arrive_and_expect_tx(&barriers.arrived.at[inbox], INBOX_BYTES);
+        const int squares = count == 0 ? SQUARES_BYTES : 0;
+        if (thread == 0) Barrier::arrive_and_expect_tx(&barriers.arrived.at[inbox], INBOX_BYTES + squares);
         if (count >= 2) Barrier::wait(&barriers.free.at[inbox], (count / 2 - 1) & 1);
       }
       Barrier::wait(barriers.written.at, count & 1);
+#if NORM
+      if (CLUSTER > 1 && count == 0 && thread < TILE_N) send_squares(block, thread);
+#endif
 #pragma unroll 1
       for (unsigned first = 0; first < TILE_N; first += TURNS * ROWS) {
         float4 sum[TURNS];
@@ -433,7 +466,7 @@ __device__ inline void add_up(const Block& block, const Destination out) {
           const unsigned n = first + turn * ROWS + thread / 16;
           if (n >= TILE_N) continue;
           if constexpr (CLUSTER == 1) {
-            store(g, out, n, tile * 64 + column, sum[turn]);
+            store(g, out, n, tile * 64 + column, normalized(block, n, sum[turn]));
           } else {
             const unsigned owner = n / PART_ROWS, row = block.rank * PART_ROWS + n % PART_ROWS;
             const uint32_t to =
@@ -485,6 +518,9 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
   [[maybe_unused]] Accumulator x_sums;
   float2 scale[IN_FLIGHT], zero{};
   Words words;
+#if NORM
+  RowSquares squares{};
+#endif
   for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters) {
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
@@ -508,6 +544,9 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
         reorder_tiles(smem + X_AT + ((s - block.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
                       warpgroup);
       }
+#if NORM
+      if (tile == block.cluster) scale_tiles(block, s, warpgroup, squares);
+#endif
       if constexpr (AHEAD) load_words(stage + lane.words, words);
     };
     const auto decode = [&](int unit) {
@@ -583,6 +622,9 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       wait_batches<0>();
       finish(LAST_UNIT);
     }
+#if NORM
+    if (tile == block.cluster) store_squares(block, warpgroup, squares);
+#endif
     if constexpr (CHANNEL_SCALE) {
       if constexpr (X_SUMS) load_second_scale();  // beside sums of X there are no registers for it before
 #pragma unroll
@@ -602,10 +644,17 @@ using X = TensorMap;
 #else
 using X = const void*;
 #endif
+#if NORM
+#define NORM_PARAMETER , const void* norm_scale
+#define NORM_ARGUMENT norm_scale
+#else
+#define NORM_PARAMETER
+#define NORM_ARGUMENT nullptr
+#endif
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(
     const __grid_constant__ X x, const uint8_t* words, const uint8_t* scale, const uint8_t* zero, Output* out,
-    const __grid_constant__ Args g CHANNEL_PARAMETER EPILOGUE_PARAMETERS) {
+    const __grid_constant__ Args g CHANNEL_PARAMETER EPILOGUE_PARAMETERS NORM_PARAMETER) {
   extern __shared__ __align__(1024) uint8_t smem[];
   const Block block(g, smem);
   Signals& b = block.barriers;
@@ -643,5 +692,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(
   __syncwarp();
   named_arrive(THREADS, READY);
   if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
-  produce(block, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, leader);
+  produce(block, X_TMA ? reinterpret_cast<const TensorMap*>(&x) : nullptr, words, scale, zero, NORM_ARGUMENT,
+          leader);
 }

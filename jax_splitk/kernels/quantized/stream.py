@@ -3,7 +3,8 @@ code: quantized/stream.cu). e4m3 activations are multiplied directly if the weig
 weight bound the time of such a product. Values of nf4 are looked up in shared memory, if it has room. Thread blocks
 stay on their SMs, keep a slice of the activations in shared memory, and stream row tiles of 64 features through a
 pipeline; a cluster of blocks divides k, and adds its sums through distributed shared memory, in a fixed order: the
-result is deterministic, bit for bit. No workspace is needed.
+result is deterministic, bit for bit. No workspace is needed. Activations may be normalized on the way
+(quantized/norm.cuh).
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jax_splitk.kernels.base.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.base.named import NamedByFormat
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.quantized import dequantize
+from jax_splitk.kernels.quantized import dequantize, norm
 from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, SHORTEST_GROUP, has_zero
 from jax_splitk.kernels.quantized.tiles import INT32_MAX, SHARED_BYTES
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -108,6 +109,8 @@ def _shared_bytes(p: QuantizedMatmulProblem, config: Config, table: int) -> int:
     inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
     x = x_bytes(p, config)
     rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES + table
+    if norm.normalizes(p):
+        rest, x = rest + norm.BYTES, x + x // config.tile_n * len(p.norm_operands)
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
 
 
@@ -170,7 +173,8 @@ def _x_map(p: QuantizedMatmulProblem, config: Config) -> plan.TiledMap:
 def _args(p: QuantizedMatmulProblem, config: Config) -> Struct:
     """Sizes of x, of the result and of the packed weight; the number of stages for all of k."""
     sizes = {"rows": p.rows, "k": p.k, "features": p.features, "feature_tiles": p.feature_tiles}
-    return Struct("Args", {**sizes, "k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)})
+    counts = {"k_tiles": p.k_tiles, "groups": p.groups, "stages": k_stages(p, config)}
+    return Struct("Args", {**sizes, **counts, **norm.args(p)})
 
 
 class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
@@ -183,6 +187,8 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if not 1 <= problem.rows <= TILES_N[-1]:
             return f"{problem.rows} rows of x; accepted: 1 to {TILES_N[-1]}"
+        if (reason := norm.refusal(problem)) is not None:
+            return reason
         if problem.group_size < TILE // 2 and dequantize.per_channel(problem):
             return f"groups of {problem.group_size}, k itself; accepted: k of at least {TILE // 2} per channel"
         most = max(problem.rows * problem.k, problem.feature_tiles * TILE, problem.rows * problem.features)
@@ -267,6 +273,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         """Macros for types, groups, the config, and divisibility of k and features."""
         return {
             **dequantize.macros(problem),
+            **norm.macros(problem),
             "HALF": int(problem.x_dtype != "bfloat16"),
             "X_E4M3": int(problem.x_dtype == "float8_e4m3fn"),
             "E4M3_PRODUCTS": int(products(problem) == "float8_e4m3fn"),
@@ -295,6 +302,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
                 *(plan.Pointer(1), plan.Pointer(2), dequantize.zero_pointer(problem), plan.Pointer(out)),
                 _args(problem, config),
                 *dequantize.last_pointers(problem),
+                *norm.pointers(problem),
             ),
             shared_bytes=shared_bytes(problem, config),
             cluster=(config.cluster, 1, 1),

@@ -14,7 +14,7 @@ from jax_splitk.kernels.base.family import ModelledFamily, field_refusal
 from jax_splitk.kernels.base.named import NamedByFormat
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device.structs import Struct
-from jax_splitk.kernels.quantized import dequantize
+from jax_splitk.kernels.quantized import dequantize, norm
 from jax_splitk.kernels.quantized.schedule import MAX_SPLITS, MAX_UNITS, SPLITS, Schedule, schedules
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
@@ -212,6 +212,8 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if problem.x_dtype not in self.x_dtypes:
             return f"x of dtype {problem.x_dtype}; accepted: {', '.join(self.x_dtypes)}"
+        if norm.normalizes(problem):
+            return "normalized x; accepted: x as it is"
         if problem.out_dtype not in self.out_dtypes:
             return f"preferred_element_type {problem.out_dtype}; accepted: {', '.join(self.out_dtypes)}"
         for what, size in (("rows of x", problem.rows), ("k", problem.k), ("features", problem.features)):

@@ -16,7 +16,19 @@ from jax_splitk.quantized import prepack
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import float64, on_gpu, poison, products
-from tests.products import E4M3, HALF, Case, error, exact_epilogue, exact_weight, integers, operands, with_epilogue
+from tests.products import (
+    E4M3,
+    HALF,
+    Case,
+    error,
+    exact_epilogue,
+    exact_norm,
+    exact_weight,
+    integers,
+    normalized,
+    operands,
+    with_epilogue,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,10 +47,18 @@ EXACT = [
     Case(12, 512, 1040, x_dtype=E4M3, activation="swiglu", **BF16),
     Case(70, 512, 1040, "uint4", 64, x_dtype=E4M3, activation="swiglu", **BF16),
     Case(150, 384, 300, E4M3, 128, None, "float32", E4M3, activation="relu", bias="float32", residual="bfloat16"),
+    *(Case(rows, 512, 1040, norm="bfloat16", activation="swiglu", **BF16) for rows in (1, 7, 16, 32)),
+    *(Case(rows, 4096, 6144, norm="bfloat16") for rows in (1, 16)),
+    Case(5, 256, 77, "int4", 256, norm="bfloat16", bias="float16", residual="float32"),
+    Case(20, 1024, 136, "uint4", 64, "own", norm="bfloat16", activation="relu", bias="bfloat16"),
+    Case(6, 256, 144, "float4_e2m1fn", 16, None, E4M3, channel=True, norm="one"),
 ]  # fmt: skip
 LONG = [
     Case(rows, 4096, 7168, activation=activation, **BF16)
     for rows, activation in itertools.product((4, 64, 256), ("swiglu", "geglu", "swigluoai", "silu", "gelu"))
+] + [
+    Case(rows, 4096, 7168, norm="bfloat16", epsilon=1e-5, activation="swiglu", bias="bfloat16", residual="bfloat16")
+    for rows in (1, 9, 30)
 ]
 FEW, SEVERAL = 1, 3  # configs of a family
 RANDOM = 40  # random problems
@@ -110,20 +130,21 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
 def exact_operands(given: Case) -> tuple[tuple[jax.Array, ...], np.ndarray, str]:
     """All operands, the exact result, and its dtype."""
     q, weight = exact_weight(given, 2, given.operand)
-    x = integers(given, 1 if given.x_dtype == E4M3 else 2, 3)
-    after, exact = exact_epilogue(given, x @ weight, 4)
-    return arguments(given, x, prepack(q), after), exact, given.out_dtype
+    x, scale, multiplied = exact_norm(given, 3)
+    after, exact = exact_epilogue(given, multiplied @ weight, 4)
+    return arguments(given, x, prepack(q), [*after, *scale]), exact, given.out_dtype
 
 
 def drawn(given: Case) -> tuple[Any, np.ndarray, list[np.ndarray]]:
-    """A weight, its values, and normally distributed operands of the epilogue."""
+    """A weight, its values, and normally distributed operands of the epilogue and of the normalization."""
     q, weight = given.every_code(given.operand)
     rng = products.random(5)
     scale = 1 / (np.linalg.norm(weight, axis=0).mean() + 1e-30)
     q = dataclasses.replace(q, scale=(q.scale.astype(jnp.float32) * scale).astype(q.scale.dtype))
     ratio = np.repeat(np.asarray(q.scale, np.float64), given.group_size, axis=0)
     values = products.elements(q, given.operand) * ratio
-    types = given.problem.epilogue_operands  # pyright: ignore[reportAttributeAccessIssue]
+    p: Any = given.problem
+    types = (*p.epilogue_operands, *p.norm_operands)
     return prepack(q), values, [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape, dtype in types]
 
 
@@ -133,10 +154,15 @@ def test_accurate_and_bitwise_the_same(given: Case) -> None:
     packed, weight, after = drawn(given)
     x = products.normal(given)
     wide = [z.astype(np.float64) for z in after]
-    exact = with_epilogue(given, np.asarray(x, np.float64) @ weight, *wide)
+    wide, scale = (wide, []) if given.norm in ("none", "one") else (wide[:-1], wide[-1:])
+    multiplied = normalized(given, x, *scale)
+    exact = with_epilogue(given, multiplied @ weight, *wide)
     theirs = error(jnp.asarray(exact.astype(np.float32)).astype(given.out_dtype), exact)
-    rounded = np.asarray(jnp.asarray(weight.astype(np.float32)).astype(given.x_dtype)).astype(np.float64)
-    theirs += error(with_epilogue(given, np.asarray(x, np.float64) @ rounded, *wide), exact)
+    rounded, x_rounded = (
+        np.asarray(jnp.asarray(array.astype(np.float32)).astype(given.x_dtype)).astype(np.float64)
+        for array in (weight, multiplied)
+    )
+    theirs += error(with_epilogue(given, x_rounded @ rounded, *wide), exact)
     given_operands = arguments(given, x, packed, after)
     for family, config in configs(given, FEW):
         custom_call = on_gpu.plan(family, given.problem, config).custom_call()
