@@ -31,6 +31,7 @@ from jax_splitk.kernels.quantized import fp8, stream, tiled, tiles, transposed
 from jax_splitk.problems.dot_general import DotProblem
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
 from jax_splitk.problems.quantized_transposed import QuantizedTransposedProblem
 from jax_splitk.problems.ragged_dot import RHS_ORDERS, RaggedDotProblem
@@ -277,7 +278,7 @@ CODE = {
     "quantized/stream.cu": Code(
         _stream,
         "FORMAT E4M3_PRODUCTS X_TMA WHOLE FOURS",
-        "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE ACTIVATION RESIDUAL_TYPE",
+        "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE ACTIVATION RESIDUAL_TYPE NORM",
     ),
     "quantized/fp8.cu": Code(
         _fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS ACTIVATION"
@@ -363,6 +364,14 @@ def quantized_products() -> list[Problem]:
     return [*found, *(QuantizedTransposedProblem(**vars(p)) for p in found)]
 
 
+def normalized_products() -> list[Problem]:
+    """Products whose kernels normalize x, of every format."""
+    plain = [p for p in quantized_products() if type(p) is QuantizedMatmulProblem]
+    norms = [{"norm_epsilon": "1e-05", "norm_scale_dtype": dtype} for dtype in ("none", "bfloat16")]
+    found = [QuantizedEpilogueProblem(**vars(p), **norm) for p in plain for norm in norms]
+    return [p for p in found if stream.FAMILY.problem_refusal(p) is None]
+
+
 def grouped_products() -> list[Problem]:
     """Grouped products of every pass and dtype, with many rows in a group and with few."""
     sizes = ((32768, 2880, 2048, 32), (64, 4096, 1408, 8), (300, 136, 328, 70))
@@ -388,7 +397,7 @@ def pools() -> dict[str, dict[compiler.Source, Run]]:
     """For each file, the sources that the tuner may choose for problems of all types, large and small, with one sample
     each."""
     every = (*gradients(), *passes(), *first_layers(), *matrix_products(), *quantized_products(), *grouped_products())
-    every += (*expert_products(),)
+    every += (*expert_products(), *normalized_products())
     samples = [run for run in every_kernel.RUNS if run.family in FAMILIES]
     for family in FAMILIES:
         served = [p for p in every if family in catalogue.FAMILIES[p.op] and family.refusal(p) is None]
