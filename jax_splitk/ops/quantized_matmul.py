@@ -127,31 +127,20 @@ def quantized_matmul(
     options = settled("quantized_matmul", Options(config, implementation))
     _check_order(x, w)
     check_norm(norm_epsilon, norm_scale)
-    if isinstance(w, PermutedWeight):
-        if norm_scale is not None:
-            norm_scale = w.activations(jnp.broadcast_to(norm_scale, w.order.shape))
-        x, w = w.activations(x), w.weight
+    x, norm_scale, w = _in_order(x, norm_scale, w)
     w = unjoined("w", w, activation)
-    x = jnp.asarray(x)
-    if x.dtype.name not in _X_DTYPES:
-        raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
     leaves, layout, of_w = weight_leaves(w)
-    depth, inner = len(of_w.stack), len(of_w.contracted)
-    if x.ndim < depth + inner or (x.shape[:depth], x.shape[x.ndim - inner :]) != (of_w.stack, of_w.contracted):
-        expected = ", ".join(map(str, (*of_w.stack, "...", *of_w.contracted)))
-        raise ValueError(f"x of shape {x.shape} and w of shape {of_w.shape}; accepted: x of [{expected}]")
+    middle = _middle_sizes(x, of_w)
     preferred = quantized_reference.widened(x.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
     back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, of_w.stack, options)
     _check_limit(x, layout, options)
-    middle = x.shape[depth : x.ndim - inner]
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
-    kept = (features // 2,) if activation in GATED else of_w.kept
-    shape = (*of_w.stack, *middle, *kept)
+    shape = (*of_w.stack, *middle, *((features // 2,) if activation in GATED else of_w.kept))
     after = epilogue_operands(bias, residual, of_w, shape, activation)
     scale = [] if norm_scale is None else [norm_scale_operand(norm_scale, of_w)]
-    given = (x, leaves, jax.lax.stop_gradient(back_leaves), after, scale)
-    x, leaves, back_leaves, after, scale = _compat.vary_alike(given)
+    arrays = (x, leaves, jax.lax.stop_gradient(back_leaves), after, scale)
+    x, leaves, back_leaves, after, scale = _compat.vary_alike(arrays)
     matrices = x.reshape(*of_w.stack, math.prod(middle), k)
     call = EpilogueCall(
         layout=layout,
@@ -163,9 +152,9 @@ def quantized_matmul(
         norm_epsilon=None if norm_epsilon is None else float(norm_epsilon),
         norm_scale=norm_scale is not None,
     )
-    if norm_epsilon is not None and (back is not None or layout.shape != (k, features)):
-        (matrices,) = call.normalized_first(matrices, *scale)
-        call, scale = call.with_x_as_it_is, []
+    if call.norm_epsilon is not None and (back is not None or layout.shape != (k, features)):
+        (matrices,), scale = call.normalized_first(matrices, *scale), []
+        call = call.with_x_as_it_is
     matrices = resized(matrices, layout.shape[0])
     if not call.is_product and back is None and layout.shape[1] == features:
         return _with_epilogue(call, matrices, leaves, [*after, *scale]).reshape(shape)
@@ -195,6 +184,26 @@ def _check_order(x: Any, w: Any) -> None:
     if is_weight(x):
         kinds = f"x of type {type(x).__name__} and w of type {type(w).__name__}"
         raise TypeError(f"{kinds}; accepted: quantized_matmul(x, w), the activations x first, then the weight w")
+
+
+def _in_order(x: Any, scale: Any, w: Any) -> tuple[jax.Array, Any, Any]:
+    """The activations and their scale in the order of a weight's rows, and that weight."""
+    if not isinstance(w, PermutedWeight):
+        return jnp.asarray(x), scale, w
+    in_order = None if scale is None else w.activations(jnp.broadcast_to(scale, w.order.shape))
+    return w.activations(x), in_order, w.weight
+
+
+def _middle_sizes(x: jax.Array, of_w: WeightAxes) -> tuple[int, ...]:
+    """The sizes of the axes of x that the result keeps. Raises TypeError for an x of another dtype, ValueError for a
+    shape that does not fit the weight."""
+    if x.dtype.name not in _X_DTYPES:
+        raise TypeError(f"x of dtype {x.dtype}; accepted: {', '.join(_X_DTYPES)}")
+    depth, inner = len(of_w.stack), len(of_w.contracted)
+    if x.ndim < depth + inner or (x.shape[:depth], x.shape[x.ndim - inner :]) != (of_w.stack, of_w.contracted):
+        expected = ", ".join(map(str, (*of_w.stack, "...", *of_w.contracted)))
+        raise ValueError(f"x of shape {x.shape} and w of shape {of_w.shape}; accepted: x of [{expected}]")
+    return x.shape[depth : x.ndim - inner]
 
 
 def weight_leaves(w: Any) -> tuple[Leaves, Layout, WeightAxes]:

@@ -57,13 +57,10 @@ def served(problem: Problem, platform: str) -> tuple[Problem, str]:
     """The problem that kernels of the platform compute, and what XLA computes around them, in words. It is the problem
     itself, unless no kernel takes it and a kernel takes a simpler one."""
     given, said = problem, []
-    while only_xla(given) is None and not _taken(given, platform):
-        simpler = _simpler(given)
-        if simpler is None:
-            return problem, ""
+    while only_xla(given) is None and (simpler := _simpler(given)) is not None and not _taken(given, platform):
         given, around = simpler
         said.append(around)
-    return (problem, "") if only_xla(given) is not None else (given, ", ".join(said))
+    return (given, ", ".join(said)) if said and _taken(given, platform) else (problem, "")
 
 
 def _taken(problem: Problem, platform: str) -> bool:
