@@ -107,10 +107,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def device_code_first(request: pytest.FixtureRequest) -> None:
     """Compiles what a module's `device_code()` lists in parallel, since its tests would compile one by one.
 
-    One of several processes (pytest-xdist) compiles; the others wait, and read the kernels from disk.
+    One of several processes (pytest-xdist) compiles; the others wait, and read the kernels from disk. Nothing is to be
+    done where `tests.compile_ahead` has run before: .ci/gpu sets JAX_SPLITK_TEST_COMPILED.
     """
     wanted = getattr(request.module, "device_code", None)
-    if wanted is None:
+    if wanted is None or "JAX_SPLITK_TEST_COMPILED" in os.environ:
         return
     folder = pathlib.Path(os.environ["JAX_SPLITK_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)

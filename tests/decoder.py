@@ -14,6 +14,7 @@ import jax_splitk
 from tests.problems import SEED
 
 CHOSEN = 2  # experts of a token
+EPSILON = 1e-5
 Layer = dict[str, Any]
 
 
@@ -58,7 +59,7 @@ def weights(sizes: Sizes) -> Layer:
     return {
         "embedding": jax.random.normal(next(keys), (s.vocabulary, s.width), jnp.bfloat16),
         "position": jax.random.normal(next(keys), (s.steps, s.width), jnp.bfloat16),
-        "dense": {**attention(), "gate_up": both(), "down": packed(s.hidden, s.width)},
+        "dense": {**attention(), "scale": 1 + bias(s.width), "gate_up": both(), "down": packed(s.hidden, s.width)},
         "mixture": {
             **attention(), "gate_up": both(s.experts), "gate_up_bias": bias(s.experts, 2, s.hidden),
             "down": packed(s.experts, s.hidden, s.width), "down_bias": bias(s.experts, s.width),
@@ -73,9 +74,10 @@ def _apart(all_weights: Layer) -> Layer:
     return {**all_weights, **{name: {**w, "gate_up": w["gate_up"].split()} for name, w in layers.items()}}
 
 
-def _normalized(x: jax.Array) -> jax.Array:
+def _normalized(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
+    wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)
+    return (wide * scale).astype(x.dtype)
 
 
 def _attention(sizes: Sizes, qkv: jax.Array, cache: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,11 +92,11 @@ def _attention(sizes: Sizes, qkv: jax.Array, cache: jax.Array, t: jax.Array) -> 
 
 
 def _dense(fused: bool, w: Layer, x: jax.Array) -> jax.Array:
-    y = _normalized(x)
     if fused:
-        inner = jax_splitk.quantized_matmul(y, w["gate_up"], activation="swiglu")
+        norm = {"norm_epsilon": EPSILON, "norm_scale": w["scale"]}
+        inner = jax_splitk.quantized_matmul(x, w["gate_up"], activation="swiglu", **norm)
         return jax_splitk.quantized_matmul(inner, w["down"], residual=x)
-    gate, up = w["gate_up"]
+    y, (gate, up) = _normalized(x, w["scale"]), w["gate_up"]
     return x + (jax.nn.silu(y @ gate) * (y @ up)) @ w["down"]
 
 
@@ -128,11 +130,11 @@ def _run(
         token = jnp.where(forced, of_text, token)
         x, kept = (w["embedding"][token] + w["position"][t])[None], []
         for name, before in zip(("dense", "mixture"), caches, strict=True):
-            layer, y = w[name], _normalized(x)
+            layer = w[name]
             if fused:
-                qkv = jax_splitk.quantized_matmul(y, layer["qkv"], bias=layer["qkv_bias"])
+                qkv = jax_splitk.quantized_matmul(x, layer["qkv"], bias=layer["qkv_bias"], norm_epsilon=EPSILON)
             else:
-                qkv = y @ layer["qkv"] + layer["qkv_bias"]
+                qkv = _normalized(x) @ layer["qkv"] + layer["qkv_bias"]
             y, cache = _attention(sizes, qkv, before, t)
             x = jax_splitk.quantized_matmul(y, layer["o"], residual=x) if fused else x + y @ layer["o"]
             # By the token alone: no rounding can lead to another expert.
