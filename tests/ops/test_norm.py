@@ -11,9 +11,11 @@ from jax import numpy as jnp
 
 import jax_splitk
 from jax_splitk import PermutedWeight, dequantize, join_gate_up, prepack, quantize, quantized_matmul
+from jax_splitk.kernels.quantized import stream
 from jax_splitk.ops.routing import served
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.quantized_epilogue import QuantizedEpilogueProblem
+from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import products
 from tests.problems import SEED, differentiated, generator, on_device
 from tests.products import Case, error
@@ -158,6 +160,14 @@ def test_who_normalizes_on_a_gpu(changes: dict[str, Any], said: str) -> None:
     assert around == said
     plain = p.with_x_as_it_is if p.epilogue else p.product
     assert found == (plain if said else p)
+
+
+def test_the_widest_tile() -> None:
+    """A tile of 64 rows has no room for its sums of squares."""
+    config = stream.FAMILY.candidates(problem(rows=32), DEFAULT_CUDA)[0]
+    wide = dataclasses.replace(config, tile_n=64)
+    assert stream.FAMILY.config_refusal(problem(rows=32), wide) == "tile_n 64 with normalized x; accepted: at most 32"
+    assert wide in stream.FAMILY.neighbours(problem(rows=32), config, DEFAULT_CUDA)
 
 
 def test_who_normalizes_on_a_cpu() -> None:

@@ -208,6 +208,8 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             return reason
         if config.tile_n < problem.rows:
             return f"tile_n {config.tile_n}; accepted for {problem.rows} rows: at least {problem.rows}"
+        if norm.normalizes(problem) and config.tile_n > norm.MOST_ROWS:
+            return f"tile_n {config.tile_n} with normalized x; accepted: at most {norm.MOST_ROWS}"
         e4m3 = products(problem) == "float8_e4m3fn"
         widest = WIDEST_OF_FOUR * 2 if e4m3 else WIDEST_OF_FOUR // 2 if has_zero(problem) else WIDEST_OF_FOUR
         if config.warpgroups == WARPGROUPS[-1] and config.tile_n > widest:
