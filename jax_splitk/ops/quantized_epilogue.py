@@ -144,9 +144,11 @@ class EpilogueCall(WithEpilogue, QuantizedCall):
         return size // 2 if name == self.kept and self.gated else size
 
     def composed(self, *operands: jax.Array) -> jax.Array:
+        """The same, of an x that XLA normalizes: what is around that product has rules of its own."""
         if self.norm_epsilon is None:
             return super().composed(*operands)
-        return self.with_x_as_it_is.composed(*self.normalized_first(*operands))
+        plain = self.with_x_as_it_is
+        return (plain.product if plain.is_product else plain).bind(*self.normalized_first(*operands))
 
     def in_lax(self, problem: Any, out: Any) -> Callable[..., jax.Array]:
         if self._is_simpler(problem):

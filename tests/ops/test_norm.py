@@ -100,6 +100,13 @@ def test_values_and_gradients_are_plain_jaxs(activation: Any, scaled: bool) -> N
     near(*(jax.jit(lambda a, b, f=f: jax.jvp(f, a, b)[1])(operands, moved) for f in (ours, theirs)))
 
 
+def test_a_residual_stays_in_the_product_under_differentiation() -> None:
+    w, x, residual = prepack(weight()), normal(4, K, dtype="bfloat16"), normal(4, FEATURES, dtype="bfloat16")
+    loss = lambda x: jnp.sum(quantized_matmul(x, w, residual=residual, norm_epsilon=EPSILON).astype(jnp.float32))  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(loss))(x))
+    assert "residual=True" in text and "norm_epsilon" not in text
+
+
 def test_vmap_of_every_operand() -> None:
     w, x, scale = prepack(weight()), normal(2, 4, K, dtype="bfloat16"), normal(2, K, dtype="bfloat16", seed=1)
 
