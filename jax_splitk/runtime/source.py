@@ -32,7 +32,7 @@ class Source:
 
         Args:
           with_lines: whether `#line` directives say where each part comes from, for a compiler's messages. They contain
-            paths, and do not change the code. The text without them identifies a compilation.
+            paths, and do not change the code. A compilation is identified by the text without these directives.
         """
         return _source_text(self.file, self.structs, with_lines)
 

@@ -485,7 +485,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
 
 def _swaps(tile_n: int) -> tuple[bool, ...]:
-    """The possible values of `swap`: pixels come in whole boxes."""
+    """The possible values of `swap` for a tile of so many columns: swapped, its columns are pixels, which TMA loads in
+    whole boxes."""
     return (False,) if tile_n % BOX else (False, True)
 
 
