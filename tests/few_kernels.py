@@ -36,15 +36,16 @@ def runs(
     found: list[Run] = []
     known: set[Source] = set()
     while len(found) < count:
-        held = []
         if sibling is None or len(known) < most:
             family, problem = next(drawn)
         else:
             family, other, config = found[int(rng.integers(len(found)))]
             problem = sibling(rng, other)
-            held = [config] if family.refusal(problem, config) is None else []
+            if family.refusal(problem, config) is None and source(family, problem, config) in known:
+                found.append((family, problem, config))
+                continue
         candidates = [config for config in family.candidates(problem, DEFAULT_CUDA) if wanted(config)]
-        configs = held + [candidates[i] for i in rng.permutation(len(candidates))[:24]]
+        configs = [candidates[i] for i in rng.permutation(len(candidates))[:24]]
         shared = (c for c in configs if source(family, problem, c) in known)
         config = next(shared, configs[0] if configs and len(known) < most else None)
         if config is not None:

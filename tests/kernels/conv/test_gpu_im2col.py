@@ -88,7 +88,7 @@ def test_random_problems_are_of_every_kind() -> None:
         assert len(of) == RANDOM
         assert {p.rank for p, _ in of} == {1, 2, 3} and {p.out_dtype for p, _ in of} == set(OUT_DTYPES)
         assert {p.dtype for p, _ in of} == {"bfloat16", "float16", "float32"}
-        assert {c.reduction for _, c in of} == {"none", "workspace"}
+        assert {c.reduction for _, c in of} == {"none", "cluster", "workspace"}
         assert {im2col.row_bytes(p) for p, _ in of} == {32, 64, 128} and {c.tile_n for _, c in of} >= {16, 32, 64}
         assert sum(c.taps > 1 for _, c in of) > RANDOM / 20
         assert sum(p.feature_group_count > 1 for p, _ in of) > RANDOM / 20
