@@ -734,6 +734,7 @@ def _few_rows() -> Iterator[Run]:
 
 
 def _stream() -> Iterator[Run]:
+    gated = products.Case(5, 192, 144, bias="bfloat16", activation="swiglu", residual="bfloat16")
     for case, tile_n, warpgroups, tiles, cluster, clusters in (
         (products.Case(3, 320, 136), 8, 1, 1, 1, 2),
         (products.Case(16, 512, 72, "uint4", 128, "bfloat16", out_dtype="float32"), 16, 2, 2, 2, 1),
@@ -752,20 +753,21 @@ def _stream() -> Iterator[Run]:
         (products.Case(12, 256, 70, "uint4", 128, "own", E8M0, HALF, HALF, channel=True), 16, 1, 2, 2, 1),
         (products.Case(5, 250, 70, E4M3, 250, None, E8M0, out_dtype="float32", channel=True), 8, 1, 1, 1, 1),
         (products.Case(20, 256, 136, "float4_e2m1fn", 64, None, E4M3, E4M3), 32, 1, 1, 2, 2),
+        # Normalized activations: each width of a tile, clusters that divide k and none, k that ends within a stage.
+        (dataclasses.replace(gated, k=256, norm="bfloat16"), 8, 1, 1, 1, 2),
+        (products.Case(2, 64, 40, norm="one"), 8, 1, 1, 1, 1),
+        (products.Case(3, 448, 136, norm="bfloat16"), 8, 4, 1, 2, 1),
+        (products.Case(9, 512, 72, "uint4", 64, "own", norm="bfloat16", residual="float32"), 16, 1, 1, 2, 1),
+        (products.Case(16, 320, 72, norm="bfloat16"), 16, 2, 4, 1, 1),
+        (products.Case(30, 512, 70, "int8", 512, norm="bfloat16"), 32, 2, 1, 4, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters), case)
-    gated = products.Case(5, 192, 144, bias="bfloat16", activation="swiglu", residual="bfloat16")
     for case, tile_n, cluster, clusters in (
         (gated, 8, 1, 2),
         (dataclasses.replace(gated, activation="swigluoai", residual="none", **HALVES), 8, 2, 2),
         (dataclasses.replace(gated, rows=20, activation="geglu", bias="float32", out_dtype="float32"), 32, 2, 1),
         (products.Case(3, 256, 70, bias=HALF, activation="relu", residual="float32"), 8, 2, 1),
         (products.Case(9, 256, 72, "uint4", 64, "own", E8M0, channel=True, residual="bfloat16"), 16, 1, 2),
-        # Normalized activations: by each size of cluster, with k that ends in a stage.
-        (dataclasses.replace(gated, k=256, norm="bfloat16"), 8, 1, 2),
-        (products.Case(2, 64, 40, norm="one"), 8, 1, 1),
-        (products.Case(9, 512, 72, "uint4", 64, "own", norm="bfloat16", residual="float32"), 16, 2, 1),
-        (products.Case(30, 512, 70, "int8", 512, norm="bfloat16"), 32, 4, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, 1, 1, 3, cluster, clusters), case)
 

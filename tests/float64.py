@@ -50,8 +50,6 @@ def _products_of_taps(problem: ConvWgradProblem, lhs: jax.Array, g: jax.Array) -
         start = [0, *(tap * np.array(p.rhs_dilation)), 0]
         window = lax.dynamic_slice(covered, start, (lhs.shape[0], *reach, p.in_channels))
         rows = lax.slice(window, [0] * window.ndim, window.shape, (1, *p.window_strides, 1)).reshape(-1, groups, c)
-        if c == 1:  # cuBLAS takes minutes for many products of one row
-            return jnp.sum(rows * columns, axis=0, keepdims=True)
         return jnp.einsum("xgc,xgk->cgk", rows, columns, precision="highest")
 
     return lax.map(product, jnp.array(list(np.ndindex(*p.kernel_spatial))))
