@@ -120,14 +120,21 @@ def key_from_dict(data: Any) -> Key:
     names = {"schema", "op", "problem", "environment"}
     if not isinstance(data, Mapping) or set(data) != names or data["schema"] != SCHEMA:
         raise ValueError(f"key {data!r}; accepted: an object of schema {SCHEMA} with {', '.join(sorted(names))}")
-    env, problem = data["environment"], data["problem"]
+    if not isinstance(data["problem"], Mapping):
+        raise ValueError(f"problem {data['problem']!r}; accepted: an object")
+    return Key(problem_from_dict(data["op"], data["problem"]), environment_from_dict(data["environment"]))
+
+
+def environment_from_dict(data: Any) -> Environment:
+    """An environment from plain data; raises ValueError. A number of the wrong type, e.g. 132.0 cores, is refused: it
+    would equal the right one and have another key.
+    """
     types = {field.name: list if field.name == "abi" else field.type for field in dataclasses.fields(Environment)}
-    if not isinstance(env, Mapping) or {name: type(value) for name, value in env.items()} != types:
-        raise ValueError(f"environment {env!r}; accepted: {', '.join(types)}")
-    if not all(isinstance(name, str) for name in env["abi"]) or not isinstance(problem, Mapping):
-        raise ValueError(f"abi {env['abi']!r}, problem {problem!r}; accepted: strings, an object")
-    environment = Environment(**{**env, "abi": tuple(env["abi"])})
-    return Key(problem_from_dict(data["op"], problem), environment)
+    if not isinstance(data, Mapping) or {name: type(value) for name, value in data.items()} != types:
+        raise ValueError(f"environment {data!r}; accepted: {', '.join(types)}")
+    if not all(isinstance(name, str) for name in data["abi"]):
+        raise ValueError(f"abi {data['abi']!r}; accepted: strings")
+    return Environment(**{**data, "abi": tuple(data["abi"])})
 
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:

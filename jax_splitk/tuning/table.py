@@ -20,7 +20,7 @@ from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import once
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry, InvalidEntry, legal_candidate
-from jax_splitk.tuning.key import Environment, Key
+from jax_splitk.tuning.key import Environment, Key, environment_from_dict
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 
 # The text of a problem's fields, which is the key of its row.
@@ -91,6 +91,6 @@ def read(path: pathlib.Path) -> Table:
         data = json.loads(text)
         abi = frozenset(f"{name}:{version}" for name, version in data["abi"].items())
         rows = {_text({**data["defaults"], **row["problem"]}): row for row in data["rows"]}
-        return Table(Environment(**data["machine"], abi=()), abi, rows)
+        return Table(environment_from_dict({**data["machine"], "abi": []}), abi, rows)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidEntry(f"it is not a table ({type(error).__name__}: {error})") from None

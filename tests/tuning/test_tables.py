@@ -18,7 +18,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning import select, store, table
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry
-from jax_splitk.tuning.key import key_for
+from jax_splitk.tuning.key import key_for, key_from_dict
 from jax_splitk.tuning.options import Options
 from tests.problems import seeded
 from tests.tuning_cache import CPU, random_entry, random_key, served, ship
@@ -121,6 +121,20 @@ def test_a_file_that_is_no_table_is_a_miss_with_one_warning(text: str, caplog: p
     assert [table.lookup(key) for key in KEYS] == [None] * 3
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{path} is ignored: it is not a table (")
+
+
+@pytest.mark.parametrize("change", [{"cores": CPU.cores + 5.0}, {"cores": True}, {"device_kind": 3}], ids=str)
+def test_a_table_of_a_machine_of_wrong_types_is_none(change: dict[str, Any]) -> None:
+    """Keys are kept by their value: one with 7.0 cores would stand for every later one with 7."""
+    path = ship(KEYS[0], ONE)
+    data = json.loads(path.read_text())
+    data["machine"] = {**data["machine"], **change}
+    path.write_text(json.dumps(data))
+    (row,) = tables.stored.read_table(path)
+    assert row.entry is None
+    assert row.reason.startswith("it is not a table (ValueError: environment ")
+    key = key_for(PROBLEMS[0], dataclasses.replace(CPU, cores=CPU.cores + 5))
+    assert key_from_dict(key.as_dict()) == key
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.rglob("*.json")), ids=lambda path: "/".join(path.parts[-2:]))
