@@ -54,7 +54,7 @@ def operands(batch: int, size: int, channels: int, features: int) -> tuple[Any, 
     weights = {name: normal(3, 3, channels, channels) for name in ("stem", "dense")}
     weights["depthwise"] = normal(7, 7, 1, channels)
     images = jnp.asarray(rng.standard_normal((batch, size, size, channels)), jnp.bfloat16)
-    return weights, (pack(head), pack(head.T)), images, jnp.asarray(rng.integers(0, features, batch))
+    return weights, pack(head), images, jnp.asarray(rng.integers(0, features, batch))
 
 
 def loss(weights: Any, head: Any, images: jax.Array, targets: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def loss(weights: Any, head: Any, images: jax.Array, targets: jax.Array) -> jax.
         x = jax.nn.relu(conv(x, weights["dense"]))
     x = x.reshape(batch, 4, size // 4, 4, size // 4, channels).mean((2, 4)).reshape(batch, -1)
     with jax.named_scope("head"):
-        logits = jax_splitk.quantized_matmul(x.astype(jnp.bfloat16), head[0], transposed=head[1])
+        logits = jax_splitk.quantized_matmul(x.astype(jnp.bfloat16), head)
     return -jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), targets[:, None], 1).mean()
 
 

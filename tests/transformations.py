@@ -114,12 +114,6 @@ def _quantized() -> Iterator[tuple[str, Operation]]:
     packed = lambda x, scale: jax_splitk.quantized_matmul(x, jax_splitk.prepack(array(scale)))  # noqa: E731
     yield "quantized_matmul-packed", Operation(packed, theirs, ((3, k), groups))
 
-    def paired(x: jax.Array) -> jax.Array:
-        weight, back = array(jnp.ones(groups)), array(jnp.ones((1, k)), of=elements.T)
-        return jax_splitk.quantized_matmul(x, jax_splitk.prepack(weight), transposed=jax_splitk.prepack(back))
-
-    yield "quantized_matmul-transposed", Operation(paired, lambda x: theirs(x, jnp.ones(groups)), ((3, k),))
-
 
 def _grouped_products() -> Iterator[tuple[str, Operation]]:
     """Six rows of four groups, of which one is empty, one has two rows and the last row is in none."""

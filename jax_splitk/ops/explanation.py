@@ -23,7 +23,7 @@ _HOW = {
     "`with jax_splitk.intercept(few_rows=True):`, or jax_splitk.matmul(x, w, implementation='cutlass'). XLA's own "
     "products read the slices in place under two options of XLA, which docs/limits.md names.",
     "quantized_matmul": "To route products: jax_splitk.quantized_matmul(x, w) for w = jax_splitk.prepack("
-    "jax_splitk.quantize(...)), which is made once. For x @ w.T in a gradient: its argument transposed=.",
+    "jax_splitk.quantize(...)), which is made once. Its gradient with respect to x reads the same weight.",
     "ragged_dot": "To route grouped products: jax_splitk.ragged_dot in place of lax.ragged_dot, or the function traced "
     "inside `with jax_splitk.intercept():`.",
 }

@@ -9,13 +9,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax import numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from jax_splitk import kernels
 from jax_splitk.ops import checkpointing, lowering, quantized_primitive, routing, taylor
-from jax_splitk.ops.call import Primitive
 from jax_splitk.ops.quantized_primitive import (
     QuantizedCall,
     TransposedCall,
@@ -25,25 +23,15 @@ from jax_splitk.ops.quantized_primitive import (
 )
 from jax_splitk.ops.tangents import by_some, summed
 from jax_splitk.problems import quantized_reference as reference
-from jax_splitk.problems.quantized_matmul import X_DTYPES, QuantizedMatmulProblem
-from jax_splitk.problems.quantized_reference import Layout, Leaves, leaves_of
+from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.problems.quantized_reference import leaves_of
 from jax_splitk.runtime import _compat
 from jax_splitk.tuning.options import Options
 
 # (x, *leaves, dot) -> x times the tangent of the weight, of which `dot` is that of a leaf.
 weight_tangent_p = core.Primitive("quantized_weight_tangent")
-# (x, *leaves, *leaves of the second weight) -> the product; the second weight computes the cotangent of x.
-paired_p = Primitive("quantized_matmul_paired")
 
 _PARTS = ("scale", "zero_point", "channel_scale")  # Leaves[1:]
-
-
-@dataclasses.dataclass(frozen=True)
-class Back:
-    """Everything static about the product with the second weight."""
-
-    layout: Layout
-    options: Options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,54 +43,11 @@ class WeightTangent(QuantizedCall):
     primitive = weight_tangent_p
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class PairedCall(QuantizedCall):
-    """The product whose cotangent of x is computed with a second weight. `own`: how many leaves the first one has."""
-
-    own: int
-    back: Back
-
-    primitive = paired_p
-
-    @property
-    def product(self) -> QuantizedCall:
-        """The call of the product with the first weight."""
-        return QuantizedCall(layout=self.layout, out_dtype=self.out_dtype, options=self.options)
-
-    def problem(self, avals: Sequence[Any]) -> Any:
-        return self.product.problem(avals[: self.own + 1])
-
-    def type_of(self, *avals: Any) -> Any:
-        return self.product.type_of(*avals[: self.own + 1])
-
-
-def bind_paired(
-    x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Options, back_leaves: Leaves, back: Back
-) -> jax.Array:
-    """`quantized_primitive.bind` whose cotangent of x is computed with a second weight."""
-    own, others = ([leaf for leaf in given if leaf is not None] for given in (leaves, back_leaves))
-    dtype = jnp.dtype(out_dtype).name
-    call = PairedCall(layout=layout, out_dtype=dtype, options=options, own=len(own), back=back)
-    return call.bind(x, *own, *others)
-
-
 @contextlib.contextmanager
 def _traced_as(part: str) -> Iterator[None]:
     """The names, in HLO and in profiles, of operations of lax that are a part of the product's derivative."""
     with jax.named_scope(part), jax.named_scope(quantized_matmul_p.scope):
         yield
-
-
-def _define(primitive: core.Primitive, composed: Callable[..., Any], jvp: Any, transpose: Any) -> None:
-    """Gives a primitive that is lowered as `composed` all its rules."""
-    primitive.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
-    lowering.run_outside_jit(primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(composed, False))
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    quantized_primitive.define_batching(primitive)
-    checkpointing.define(primitive, lax.dot_general_p)
-    taylor.define(primitive, taylor.composed(composed))
 
 
 # ---- with respect to what the weight is made of ----------------------------------------------------------------------
@@ -159,7 +104,14 @@ def _tangent_transpose(ct: Any, x: Any, *operands: Any, call: WeightTangent) -> 
         return [None, *[None] * len(leaves), automatic(x, ct, *leaves)]
 
 
-_define(weight_tangent_p, _tangent, _tangent_jvp, _tangent_transpose)
+weight_tangent_p.def_abstract_eval(lambda *avals, call: call.type_of(*avals))
+lowering.run_outside_jit(weight_tangent_p)
+mlir.register_lowering(weight_tangent_p, mlir.lower_fun(_tangent, False))
+ad.primitive_jvps[weight_tangent_p] = _tangent_jvp
+ad.primitive_transposes[weight_tangent_p] = _tangent_transpose
+quantized_primitive.define_batching(weight_tangent_p)
+checkpointing.define(weight_tangent_p, lax.dot_general_p)
+taylor.define(weight_tangent_p, taylor.composed(_tangent))
 
 
 def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
@@ -254,71 +206,3 @@ def _transposed_transpose(ct: Any, x: Any, *leaves: Any, call: QuantizedCall) ->
 ad.primitive_jvps[quantized_transposed_p] = _transposed_jvp
 ad.primitive_transposes[quantized_transposed_p] = _transposed_transpose
 taylor.define(quantized_transposed_p, taylor.composed(_transposed_in_lax))
-
-
-# ---- the product with a second weight for the cotangent of x ---------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """Everything static about the cotangent of x."""
-
-    layout: Layout
-    x_dtype: Any
-    back: Back
-
-
-def _dx_by_second(pair: _Pair, g: jax.Array, leaves: Leaves, back_leaves: Leaves) -> jax.Array:
-    """g [n, features] @ w.T with the weight that stands for w.T; differentiated, it is the product with w itself."""
-    del leaves
-    layout, options = pair.back.layout, pair.back.options
-    dx = quantized_primitive.bind(g, back_leaves, layout, reference.widened(pair.x_dtype), options)
-    return reference.to_cotangent(dx, pair.x_dtype)
-
-
-_by_second: Any = jax.custom_jvp(_dx_by_second, nondiff_argnums=(0,))
-
-
-def _by_second_jvp(pair: _Pair, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
-    (g, leaves, back_leaves), (g_dot, leaves_dot, _) = primals, tangents
-    out = _by_second(pair, g, leaves, back_leaves)
-    zero = jax.custom_derivatives.SymbolicZero
-    terms = [] if isinstance(g_dot, zero) else [_by_second(pair, g_dot, leaves, back_leaves)]
-    values, *parts = leaves
-
-    def of_parts(*parts: Any) -> jax.Array:
-        return reference.product_transposed(pair.layout, g, (values, *parts), pair.x_dtype)  # pyright: ignore[reportArgumentType]
-
-    terms += by_some(of_parts, parts, leaves_dot[1:])
-    return out, sum(terms[1:], start=terms[0]) if terms else jnp.zeros_like(out)
-
-
-_by_second.defjvp(_by_second_jvp, symbolic_zeros=True)
-
-
-def _product(*operands: jax.Array, call: PairedCall) -> jax.Array:
-    return call.product.bind(*operands[: call.own + 1])
-
-
-def _paired_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: PairedCall) -> tuple[jax.Array, Any]:
-    (x, *leaves), (x_dot, *dots), own = primals, tangents, call.own
-    out = call.bind(*primals)
-    terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
-    return out, summed([*terms, *_weight_terms(x, leaves[:own], dots[:own], call)], out)
-
-
-def _paired_transpose(ct: Any, x: Any, *leaves: Any, call: PairedCall) -> list[Any]:
-    own, none = call.own, [None] * len(leaves)
-    if isinstance(ct, ad.Zero) or ct.dtype.name not in X_DTYPES:
-        return [*_transpose(ct, x, *leaves[:own], call=call.product), *none[own:]]
-    pair = _Pair(call.layout, x.aval.dtype, call.back)
-
-    def back(ct: jax.Array, *every: jax.Array) -> jax.Array:
-        first, second = leaves_of(pair.layout, every[:own]), leaves_of(pair.back.layout, every[own:])
-        return _by_second(pair, ct, first, second)
-
-    with jax.named_scope("x_gradient"):
-        return [_compat.placed_like(over_batch(back, ct)(ct, *leaves), x.aval), *none]
-
-
-_define(paired_p, _product, _paired_jvp, _paired_transpose)

@@ -1,6 +1,5 @@
 """The product of a float activation and a quantized weight."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -14,7 +13,6 @@ from jax_splitk.ops import quantized_primitive
 from jax_splitk.ops.epilogue_arguments import WeightAxes, epilogue_operands, unjoined
 from jax_splitk.ops.norm_arguments import check_norm, norm_scale_operand
 from jax_splitk.ops.quantized_epilogue import EpilogueCall
-from jax_splitk.ops.quantized_gradient import Back, bind_paired
 from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.dot_general import Activation
@@ -46,14 +44,13 @@ def quantized_matmul(
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
-    transposed: PackedWeight | None = None,
 ) -> jax.Array:
     """The product x @ w with a weight w of 4 or 8 bits, summed in float32. `x @ w` is this function, too.
 
     With an epilogue it is activation(x @ w + bias) + residual, computed in float32 of the whole sum and rounded once,
     in the kernel that computes the product. Under differentiation of an activation, x @ w is rounded to the result's
     dtype and kept, and XLA computes the epilogue. XLA also computes it from the rounded x @ w where devices divide k,
-    with `transposed`, and where the weight has tiles of padding in its features.
+    and where the weight has tiles of padding in its features.
 
     With `norm_epsilon` the product is that of x / sqrt(mean(x**2) + norm_epsilon) * norm_scale, with the mean over all
     axes that the weight contracts (RMSNorm, arXiv:1910.07467), computed in float32 and rounded to x's dtype. With at
@@ -100,11 +97,6 @@ def quantized_matmul(
         float8_e4m3fn.
       implementation: as in `conv_wgrad`.
       config: as in `conv_wgrad`.
-      transposed: a second weight, `prepack(quantize(w.T, ...))` of [features, k], with which a kernel computes
-        the cotangent of x. Rarely of use, since a kernel computes it with w itself, and a second weight doubles the
-        memory. It is quantized separately, so it is as close to the unquantized weight as w is, but not equal to w. It
-        may be faster with at most 64 rows of x, which the family quantized_stream multiplies. It has no gradient. Not
-        used if the result is float32. None: the product with w itself.
 
     Returns:
       [..., features], or [*stack, ..., *kept sizes]; of a JoinedWeight the features of one part. The cotangent of an x
@@ -133,14 +125,12 @@ def quantized_matmul(
     middle = _middle_sizes(x, of_w)
     preferred = quantized_reference.widened(x.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
-    back_leaves, back = (None, None) if transposed is None else _back(transposed, layout, of_w.stack, options)
     _check_limit(x, layout, options)
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
     shape = (*of_w.stack, *middle, *((features // 2,) if activation in GATED else of_w.kept))
     after = epilogue_operands(bias, residual, of_w, shape, activation)
     scale = [] if norm_scale is None else [norm_scale_operand(norm_scale, of_w)]
-    arrays = (x, leaves, jax.lax.stop_gradient(back_leaves), after, scale)
-    x, leaves, back_leaves, after, scale = _compat.vary_alike(arrays)
+    x, leaves, after, scale = _compat.vary_alike((x, leaves, after, scale))
     matrices = x.reshape(*of_w.stack, math.prod(middle), k)
     call = EpilogueCall(
         layout=layout,
@@ -152,13 +142,13 @@ def quantized_matmul(
         norm_epsilon=None if norm_epsilon is None else float(norm_epsilon),
         norm_scale=norm_scale is not None,
     )
-    if call.norm_epsilon is not None and (back is not None or layout.shape != (k, features)):
+    if call.norm_epsilon is not None and layout.shape != (k, features):
         (matrices,), scale = call.normalized_first(matrices, *scale), []
         call = call.with_x_as_it_is
     matrices = resized(matrices, layout.shape[0])
-    if not call.is_product and back is None and layout.shape[1] == features:
+    if not call.is_product and layout.shape[1] == features:
         return _with_epilogue(call, matrices, leaves, [*after, *scale]).reshape(shape)
-    out = resized(_matmul(layout, out_dtype, options, back, matrices, leaves, back_leaves), features)
+    out = resized(_matmul(layout, out_dtype, options, matrices, leaves), features)
     return (out if call.is_product else call.around(out, *after)).reshape(shape)
 
 
@@ -241,18 +231,6 @@ def constant(scale: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(scale) if scale.dtype.name in BYTE_SCALES else scale
 
 
-def _back(transposed: Any, layout: Layout, stack: tuple[int, ...], options: Options) -> tuple[Leaves, Back]:
-    """`weight_leaves` of the weight that replaces w in the cotangent of x, and the other parameters of that product."""
-    if not isinstance(transposed, PackedWeight):
-        raise TypeError(f"transposed of type {type(transposed).__name__}; accepted: PackedWeight, None")
-    leaves, back_layout, axes = weight_leaves(transposed)
-    accepted = layout.shape[::-1]
-    if back_layout.shape != accepted or axes.stack != stack:
-        given = f"transposed of shape {axes.shape}"
-        raise ValueError(f"{given}; accepted: {(*stack, *accepted)}, that of w.T, or axes that make it")
-    return leaves, Back(back_layout, dataclasses.replace(options, config=None))
-
-
 def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
     limit = problems.refusal(x.shape, x.dtype.name, layout.shape, layout.version)
     if limit is not None and (options.config is not None or options.implementation not in (None, "xla")):
@@ -265,17 +243,6 @@ def _with_epilogue(call: EpilogueCall, x: jax.Array, leaves: Leaves, after: list
     return call.bind(x, *[leaf for leaf in leaves if leaf is not None], *after)
 
 
-@one_computation(0, 1, 2, 3)
-def _matmul(
-    layout: Layout,
-    out_dtype: np.dtype,
-    options: Options,
-    back: Back | None,
-    x: jax.Array,
-    leaves: Leaves,
-    back_leaves: Leaves | None,
-) -> jax.Array:
-    given = (x, leaves, layout, out_dtype, options)
-    if back is None or back_leaves is None:
-        return quantized_primitive.bind(*given)
-    return bind_paired(*given, back_leaves, back)
+@one_computation(0, 1, 2)
+def _matmul(layout: Layout, out_dtype: np.dtype, options: Options, x: jax.Array, leaves: Leaves) -> jax.Array:
+    return quantized_primitive.bind(x, leaves, layout, out_dtype, options)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_splitk
-from jax_splitk import JoinedWeight, dequantize, prepack, quantize, quantized_matmul, shardings, unpack
+from jax_splitk import JoinedWeight, prepack, quantize, quantized_matmul, shardings, unpack
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.ops import partitioning
 from jax_splitk.ops.partitioning import Rule
@@ -555,19 +555,17 @@ def test_quantized_product_with_an_epilogue(kind: str, gated: bool, by_row: bool
 @pytest.mark.parametrize(("x_spec", "w_spec"), [(("data",), BY_COLUMN), (BOTH, BY_ROW)], ids=["column", "row"])
 def test_gradients_of_a_sharded_quantized_product(kind: str, x_spec: Any, w_spec: P) -> None:
     weight, x = packed(), rows()
-    back = prepack(quantize(dequantize(unpack(weight)).T, "int8", group_size=64))
-    back_spec = P(*reversed([*w_spec, None][:2]))
 
-    def loss(x: jax.Array, scale: jax.Array, weight: PackedWeight, back: PackedWeight) -> jax.Array:
-        y = quantized_matmul(x, dataclasses.replace(weight, scale=scale), transposed=back)
+    def loss(x: jax.Array, scale: jax.Array, weight: PackedWeight) -> jax.Array:
+        y = quantized_matmul(x, dataclasses.replace(weight, scale=scale))
         return jnp.square(y.astype(jnp.float32)).mean()
 
     gradients = jax.grad(loss, (0, 1))
-    expected = gradients(x, weight.scale, weight, back)
+    expected = gradients(x, weight.scale, weight)
     with partitioned(kind) as put:
-        w, second = placed(put, weight, w_spec), placed(put, back, back_spec)
-        found, _, problems = compiled(gradients, put(x, *x_spec), w.scale, w, second)
-    assert len(problems) == 2
+        w = placed(put, weight, w_spec)
+        found, _, problems = compiled(gradients, put(x, *x_spec), w.scale, w)
+    assert len(problems) == 1  # XLA computes the cotangent of x on a CPU
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(
             np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.02 * float(jnp.abs(other).max())

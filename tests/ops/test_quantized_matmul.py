@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_splitk import quantized_matmul
 from jax_splitk.kernels.cpu import quantized as quantized_host
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
-from jax_splitk.quantized import PackedWeight, QuantizedArray, dequantize, prepack, quantize, unpack
+from jax_splitk.quantized import QuantizedArray, dequantize, prepack, quantize, unpack
 from tests.exhaustive import crossed, thinned
 from tests.formats import CASES, GROUPS, Foreign, every_code
 from tests.problems import on_device, ones
@@ -320,23 +320,6 @@ def test_second_derivatives() -> None:
     np.testing.assert_allclose(twice(loss), twice(dense), rtol=1e-3, atol=1e-3)
 
 
-def test_second_derivatives_are_of_the_weight_that_transposed_stands_for() -> None:
-    w = normals(21, 64, 70)
-    packed = prepack(quantize(w, "int8", group_size=64))
-    transposed = prepack(quantize(w.T, "int8", group_size=None))
-    x, v = normals(22, 3, 64, dtype="bfloat16"), normals(23, 3, 64)
-
-    def along(scale: jax.Array, back: PackedWeight | None) -> jax.Array:
-        product = lambda x: quantized_matmul(x, dataclasses.replace(packed, scale=scale), transposed=back)  # noqa: E731
-        dx = jax.grad(lambda x: jnp.sum(product(x).astype(jnp.float32) ** 2))(x)
-        return jnp.sum(dx.astype(jnp.float32) * v)
-
-    found, expected = (jax.grad(along)(packed.scale, back) for back in (transposed, None))
-    assert relative(found, np.asarray(expected, np.float64)) < 2e-2
-    of_transposed = lambda scale: along(packed.scale, dataclasses.replace(transposed, scale=scale))  # noqa: E731
-    assert not np.any(np.asarray(jax.grad(of_transposed)(transposed.scale)))
-
-
 def test_cotangent_of_e4m3_saturates() -> None:
     q = quantize(jnp.full((32, 4), 1000.0), "int8", group_size=32)
     x = jnp.ones((2, 32), jnp.float8_e4m3fn)
@@ -428,7 +411,6 @@ def test_shard_map(form: str) -> None:
     ({"config": wgrad_host.Config(1, 64)}, TypeError,
      "of type jax_splitk.kernels.cpu.wgrad.Config; accepted: None (leave it out: the fastest is chosen), or the "
      "Config of a family that computes quantized_matmul, e.g. jax_splitk.kernels.cpu.quantized."),
-    ({"transposed": 3}, TypeError, "transposed of type int; accepted: PackedWeight, None"),
 ])  # fmt: skip
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     q, _ = every_code("int4", 64, 5, 32)
