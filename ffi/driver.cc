@@ -26,6 +26,8 @@ Loaded Load() {
     return out;
   }
   Driver& d = out.driver;
+  CUresult (*init)(unsigned flags) = nullptr;
+  Bind(library, "cuInit", init, out.why);
   Bind(library, "cuGetErrorString", d.get_error_string, out.why);
   Bind(library, "cuCtxGetDevice", d.get_current_device, out.why);
   Bind(library, "cuLibraryLoadData", d.library_load_data, out.why);
@@ -38,6 +40,8 @@ Loaded Load() {
   Bind(library, "cuTensorMapEncodeIm2col", d.encode_im2col, out.why);
   std::string optional;
   Bind(library, "cuKernelGetParamInfo", d.kernel_get_param_info, optional);
+  if (!out.why.empty()) return out;
+  if (CUresult r = init(0)) out.why = "the CUDA driver cannot use a GPU: " + d.ErrorString(r);
   return out;
 }
 

@@ -63,7 +63,7 @@ struct Driver {
                             uint32_t pixels, const uint32_t* element_strides, int interleave, int swizzle,
                             int l2_promotion, int oob_fill);
 
-  // This process's driver; or null, with the reason in *why. Looked up once.
+  // This process's driver, which has a device; or null, with the reason in *why. Looked up once.
   static const Driver* Get(std::string* why);
 
   std::string ErrorString(CUresult result) const;

@@ -70,3 +70,14 @@ def test_quantized_digits() -> None:
     before, after = re.findall(r"Upside down: accuracy ([\d.]+)% before, ([\d.]+)% with adapters", done.stdout)[0]
     assert float(before) < 60
     assert float(after) > 90
+
+
+@pytest.mark.gpu
+def test_a_program_is_compiled_without_a_gpu() -> None:
+    """XLA reads the stack of weights in place: jaxlib 0.11.1 and later."""
+    command = [sys.executable, str(EXAMPLES / "compile_without_gpu.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^calls of kernels in the scan's body: 2$", done.stdout, re.MULTILINE), done.stdout
+    layer, temporary = re.findall(r"^(?:weights of a layer|temporary memory): +([\d.]+) MB$", done.stdout, re.MULTILINE)
+    assert float(temporary) < 0.01 * float(layer)

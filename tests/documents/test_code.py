@@ -37,6 +37,7 @@ ELSEWHERE = {
     "make ": ".ci/run",
     "pip install": ".ci/package; the extra cuda13 is two gigabytes",
     "python -m build": ".ci/package",
+    "python examples/compile_without_gpu.py": "needs the extra cuda13; tests/test_examples.py on a GPU's machine",
     "python -m benchmarks": "minutes, and a GPU; tests/benchmarks",
     "python -m jax_splitk tune --again benchmarks": "the same",
     ".ci/": "the scripts themselves",

@@ -13,7 +13,8 @@ from jax_splitk import _ffi
 from jax_splitk.runtime.plan import Buffer, DevicePlan, Int32Struct, Launch, MapParam, Pointer, TiledMap
 from jax_splitk.runtime.source import Source
 
-# `FAKE_SIZES` are the bytes of each parameter of every kernel. Without it the driver cannot tell.
+# `FAKE_SIZES` are the bytes of each parameter of every kernel. Without it the driver cannot tell. `FAKE_GPU` is the
+# result of the driver's initialization.
 DRIVER = r"""
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,6 +23,8 @@ DRIVER = r"""
 #define UNUSED(name) int name(void) { return 999; }
 UNUSED(cuGetErrorString) UNUSED(cuCtxGetDevice) UNUSED(cuLibraryUnload) UNUSED(cuKernelSetAttribute)
 UNUSED(cuLaunchKernelEx) UNUSED(cuStreamIsCapturing) UNUSED(cuTensorMapEncodeTiled) UNUSED(cuTensorMapEncodeIm2col)
+
+int cuInit(unsigned flags) { return atoi(getenv("FAKE_GPU")); }
 
 int cuLibraryLoadData(void **library, const void *code) { *library = (void *)code; return 0; }
 
@@ -54,6 +57,7 @@ spec.loader.exec_module(ffi)
 for sizes, words, code, kernels in json.load(sys.stdin):
     os.environ["FAKE_SIZES"] = sizes
     print(ffi.launch_refusal(words, code.encode(), kernels))
+print(ffi.driver_error())
 """
 
 PLAN = DevicePlan(
@@ -66,14 +70,19 @@ PLAN = DevicePlan(
 ELF = "\177ELF and so on"
 
 
-def refusals(folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]], *flags: str) -> list[str]:
+def refusals(
+    folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]], *flags: str, initialized: int = 0
+) -> list[str]:
     library = folder / "libcuda.so.1"
     command = ["g++", "-x", "c", "-shared", "-fPIC", *flags, "-o", str(library), "-"]
     subprocess.run(command, input=DRIVER, text=True, check=True)
     command = [sys.executable, "-c", CALLS, str(_ffi.__file__)]
-    given = {"input": json.dumps(calls), "env": {**os.environ, "LD_LIBRARY_PATH": str(folder)}}
+    given = {
+        "input": json.dumps(calls),
+        "env": {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_GPU": str(initialized)},
+    }
     ran = subprocess.run(command, **given, text=True, check=True, stdout=subprocess.PIPE)
-    return ran.stdout.split("\n")[: len(calls)]
+    return ran.stdout.split("\n")[:-1]
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -94,7 +103,7 @@ def test_parameters_must_be_the_kernels(tmp_path: pathlib.Path, old: bool) -> No
         tmp_path, [(sizes, PLAN.words(), ELF, "present") for sizes in wrong], *["-DBEFORE_12_4"][: int(old)]
     )
     said = "jax_splitk_launch: kernel 'present' "
-    assert found == ["" if old or not why else said + why for why in wrong.values()]
+    assert found == [*("" if old or not why else said + why for why in wrong.values()), ""]
 
 
 def test_other_refusals(tmp_path: pathlib.Path) -> None:
@@ -108,4 +117,14 @@ def test_other_refusals(tmp_path: pathlib.Path) -> None:
         f"jax_splitk_launch: plan has {len(words) + 1} words; {len(words)} were expected",
         "jax_splitk_launch: the code attribute (4 bytes) is not an ELF file",
         "jax_splitk_launch: kernel 'absent' not found: unknown error (CUresult 500)",
+        "",
     ]
+
+
+def test_a_machine_without_a_gpu_compiles_for_another(tmp_path: pathlib.Path) -> None:
+    """There the launcher reads the plan, and leaves the code to the machine that runs it."""
+    words = PLAN.words()
+    calls = [("", words, "text", "absent"), ("", [*words, 0], ELF, "present")]
+    refused = f"jax_splitk_launch: plan has {len(words) + 1} words; {len(words)} were expected"
+    no_device = "the CUDA driver cannot use a GPU: unknown error (CUresult 100)"
+    assert refusals(tmp_path, calls, initialized=100) == ["", refused, no_device]
