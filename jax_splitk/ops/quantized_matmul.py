@@ -4,15 +4,14 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_splitk.ops import quantized_primitive
 from jax_splitk.ops.epilogue_arguments import WeightAxes, epilogue_operands, unjoined
 from jax_splitk.ops.norm_arguments import check_norm, norm_scale_operand
 from jax_splitk.ops.quantized_epilogue import EpilogueCall
+from jax_splitk.ops.quantized_primitive import QuantizedCall
 from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.dot_general import Activation
@@ -147,8 +146,8 @@ def quantized_matmul(
         call = call.with_x_as_it_is
     matrices = resized(matrices, layout.shape[0])
     if not call.is_product and layout.shape[1] == features:
-        return _with_epilogue(call, matrices, leaves, [*after, *scale]).reshape(shape)
-    out = resized(_matmul(layout, out_dtype, options, matrices, leaves), features)
+        return _matmul(call, matrices, leaves, [*after, *scale]).reshape(shape)
+    out = resized(_matmul(call.product, matrices, leaves, []), features)
     return (out if call.is_product else call.around(out, *after)).reshape(shape)
 
 
@@ -239,10 +238,5 @@ def _check_limit(x: jax.Array, layout: Layout, options: Options) -> None:
 
 
 @one_computation(0)
-def _with_epilogue(call: EpilogueCall, x: jax.Array, leaves: Leaves, after: list[jax.Array]) -> jax.Array:
+def _matmul(call: QuantizedCall, x: jax.Array, leaves: Leaves, after: list[jax.Array]) -> jax.Array:
     return call.bind(x, *[leaf for leaf in leaves if leaf is not None], *after)
-
-
-@one_computation(0, 1, 2)
-def _matmul(layout: Layout, out_dtype: np.dtype, options: Options, x: jax.Array, leaves: Leaves) -> jax.Array:
-    return quantized_primitive.bind(x, leaves, layout, out_dtype, options)

@@ -119,12 +119,6 @@ class TransposedCall(QuantizedCall):
     kept = "k"
 
 
-def bind(x: jax.Array, leaves: Leaves, layout: Layout, out_dtype: Any, options: Any) -> jax.Array:
-    """x [n, k] @ w of the weight that `leaves` and `layout` describe."""
-    call = QuantizedCall(layout=layout, out_dtype=jnp.dtype(out_dtype).name, options=options)
-    return call.bind(x, *[leaf for leaf in leaves if leaf is not None])
-
-
 def weight_axes(layout: Layout, leaves: Leaves, before: tuple[str, ...], features: str) -> tuple[tuple[str, ...], ...]:
     """The names of the axes of each leaf that a weight has, for a `Rule`: those of leading dimensions, "k", and that of
     the features. The other names are axes that cannot be divided."""

@@ -286,7 +286,8 @@ def test_the_primitive_is_linear_in_x_and_differentiable_in_scale_and_zero_point
 
     def ours(x: jax.Array, words: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
         options = Options(implementation="host")
-        return quantized_primitive.bind(x, (words, scale, zero, None), layout, "float32", options)
+        call = quantized_primitive.QuantizedCall(layout=layout, out_dtype="float32", options=options)
+        return call.bind(x, words, scale, zero)
 
     def theirs(x: jax.Array, words: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
         return quantized_reference.product(layout, x, (words, scale, zero, None), "float32")
