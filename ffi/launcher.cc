@@ -84,7 +84,7 @@ ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view cubin, std::
                    LaunchState* state) {
   std::string message = ParsePlan(words.begin(), words.size(), kernels, &state->plan);
   if (!message.empty()) return Invalid(message);
-  // XLA also compiles on machines without a GPU, for one elsewhere. There it instantiates the call again.
+  // XLA also compiles on machines without a GPU. It instantiates the call again where the program will run.
   const Driver* driver = state->driver = Driver::Get(nullptr);
   if (!driver) return ffi::Error::Success();
   CUlibrary library = nullptr;

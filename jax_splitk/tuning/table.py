@@ -91,6 +91,6 @@ def read(path: pathlib.Path) -> Table:
         data = json.loads(text)
         abi = frozenset(f"{name}:{version}" for name, version in data["abi"].items())
         rows = {_text({**data["defaults"], **row["problem"]}): row for row in data["rows"]}
-        return Table(environment_from_dict({**data["machine"], "abi": []}), abi, rows)
+        return Table(environment_from_dict(dict(**data["machine"], abi=[])), abi, rows)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidEntry(f"it is not a table ({type(error).__name__}: {error})") from None
