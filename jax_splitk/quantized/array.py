@@ -349,15 +349,18 @@ def _quantize(
     groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
     groups = groups.reshape([part for pair in zip(counts, tile, strict=True) for part in pair])
     within = tuple(range(1, groups.ndim, 2))
-    # Only the scale shows values that are not finite: platforms convert them to different integers.
-    good = jnp.all(jnp.isfinite(groups), axis=within, keepdims=True)
-    groups = jnp.where(good, groups, 0)
-    greatest, zero_point = functools.partial(jnp.max, axis=within, keepdims=True), None
+    # The largest magnitude of a group with a value that is not finite is not finite, either. Only the scale shows such
+    # values: platforms convert them to different integers.
+    largest, zero_point = functools.partial(jnp.max, axis=within, keepdims=True), None
     if symmetric:
-        span, steps = greatest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
+        span, steps = largest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
+        good = jnp.isfinite(span)
+        span = jnp.where(good, span, 0)
     else:
         # Halve first, so that no group's range overflows.
-        negative, positive = (greatest(jnp.maximum(sign * groups, 0)) / 2 for sign in (-1, 1))
+        negative, positive = (jnp.maximum(largest(x), 0) / 2 for x in (-groups, groups))
+        good = jnp.isfinite(negative + positive)
+        negative, positive = jnp.where(good, negative, 0), jnp.where(good, positive, 0)
         span, steps = negative + positive, (fmt.high - fmt.low) / 2
         zero_point = nearest(fmt, fmt.low + 2 * steps * (negative / jnp.where(span == 0, 1, span)))
     size, channel_scale = span / steps, None
@@ -369,7 +372,7 @@ def _quantize(
         channel_scale = rounded_up(whole / float(info.max), jnp.float32)
         size = size / channel_scale
     scale = rounded_up(jnp.where(span == 0, 1, size), scale_dtype)
-    value = groups / _effective(scale, channel_scale).astype(groups.dtype)
+    value = jnp.where(good, groups, 0) / _effective(scale, channel_scale).astype(groups.dtype)
     if zero_point is not None:
         value += zero_point.astype(groups.dtype)
         zero_point = zero_point.reshape(counts)

@@ -209,6 +209,15 @@ def test_a_group_with_a_bad_number_is_nan_and_the_others_are_as_they_were(
         np.testing.assert_array_equal(bad.zero_point, zeros.zero_point)
 
 
+@pytest.mark.parametrize(("name", "symmetric"), thinned(FORMS, 3))
+def test_quantize_keeps_no_copy_of_the_weight(name: str, symmetric: bool) -> None:
+    """Scratch memory is far smaller than the weight, whose quantization may be what fits in memory only just."""
+    w = jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
+    quantized = jax.jit(lambda w: quantize(w, name, group_size=64, axis=1, symmetric=symmetric))
+    memory: Any = quantized.lower(w).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * w.size * w.dtype.itemsize
+
+
 @pytest.mark.parametrize(("scale_dtype", "scale"), [
     *(("float16", scale) for scale in (2.0**-24, 2.0**-14, 65504.0)),
     *(("bfloat16", scale) for scale in (2.0**-126, 2.0**120)),
