@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["JAX_PLATFORMS"] = "cpu"  # where there is a driver, JAX fails if it finds no GPU
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # JAX's check of its CUDA libraries asks for a driver
 
 import jax
