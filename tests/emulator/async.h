@@ -14,6 +14,9 @@ struct Barrier {
   static void wait(const uint64_t* at, uint32_t phase) {
     emulator::wait_phase(emulator::barrier(emulator::address(at)), phase, "mbarrier");
   }
+  static bool is_complete(const uint64_t* at, uint32_t phase) {
+    return emulator::barrier(emulator::address(at)).phase != (phase & 1);
+  }
   static void arrive(const uint64_t* at) { emulator::barrier(emulator::address(at)).arrive(); }
   static void arrive(const uint64_t* at, uint32_t block) {
     emulator::barrier(emulator::in_block(emulator::address(at), block)).arrive();

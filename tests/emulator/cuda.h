@@ -81,6 +81,12 @@ inline void __stcg(T* to, const T& value, SITE) {
   emulator::count("st.global", sizeof(T), to, site);
   *to = value;
 }
+template <class T>
+inline void __stcs(T* to, const T& value, SITE) {
+  emulator::count("st.global", sizeof(T), to, site);
+  *to = value;
+}
+inline void __nanosleep(unsigned) {}
 
 // ---- numbers -----------------------------------------------------------------------------------------------
 

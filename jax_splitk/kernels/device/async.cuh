@@ -39,6 +39,16 @@ struct Barrier {
         "r"(phase), "r"(nanoseconds));
   }
 
+  // Whether the phase of that parity is complete, without waiting.
+  __device__ static bool is_complete(const uint64_t* barrier, uint32_t phase) {
+    uint32_t complete;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(phase));
+    return complete;
+  }
+
   __device__ static void arrive(const uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)));
   }

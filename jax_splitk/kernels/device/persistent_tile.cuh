@@ -38,6 +38,16 @@ constexpr int NO_MORE = -1;
 //             consumer's results; has_result(item): whether there are any
 struct PersistentKernel {
   static constexpr int A_BLOCK = BLOCK_BYTES;  // bytes of 64 rows of A
+
+  // What the warp that stores a consumer's results does while there are none to store, in small steps: a step
+  // is false once there is nothing left to do. While the consumers multiply, there is a pause after each. By
+  // all lanes, after the first item has come.
+  struct Background {
+    __device__ bool step() { return false; }
+    __device__ void pause() const {}
+  };
+  __device__ Background background(int /* warpgroup */) const { return {}; }
+
   // For items whose sums are not the result, or not all of it, called in all consumers: true where nothing is
   // to be stored.
   template <class Item>
@@ -123,22 +133,31 @@ __device__ __forceinline__ void store_items(const Kernel& kernel, Work& work, in
   const bool lead = elect_one();
   Position at, item_at;
   at.stage = warpgroup;
+  auto background = kernel.background(warpgroup);
+  const auto work_until_full = [&](const auto& ring, const Position& position) {
+    while (!__any_sync(~0u, ring.is_full(position)) && background.step()) background.pause();
+  };
+  auto item = work.take_uniform(item_at);
 #pragma unroll 1
-  for (;;) {
-    const auto item = work.take_uniform(item_at);
-    if (item.stages == NO_MORE) return;
-    if (!kernel.has_result(item) || !kernel.is_needed(item, warpgroup)) continue;
+  while (item.stages != NO_MORE) {
+    if (kernel.has_result(item) && kernel.is_needed(item, warpgroup)) {
 #pragma unroll 1
-    for (int part = 0; part < PARTS; ++part) {
-      results.wait_full(at);
-      __syncwarp();
-      if (lead) {
-        kernel.store(item, warpgroup, part, from);
-        wait_stores_read();
-        results.release(warpgroup);
+      for (int part = 0; part < PARTS; ++part) {
+        work_until_full(results, at);
+        results.wait_full(at);
+        __syncwarp();
+        if (lead) {
+          kernel.store(item, warpgroup, part, from);
+          wait_stores_read();
+          results.release(warpgroup);
+        }
+        at.phase ^= 1;
       }
-      at.phase ^= 1;
     }
+    work_until_full(work.ring, item_at);
+    item = work.take_uniform(item_at);
+  }
+  while (background.step()) {
   }
 }
 

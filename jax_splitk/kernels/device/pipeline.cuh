@@ -51,6 +51,9 @@ struct Pipeline {
 
   // For a consumer. `release` is for a stage that WGMMA has read and been waited for, or after `loads_done`.
   __device__ void wait_full(const Position& at) { Barrier::wait(&full[at.stage], at.phase); }
+  __device__ bool is_full(const Position& at) const {
+    return Barrier::is_complete(&full[at.stage], at.phase);
+  }
   __device__ void release(int stage) { Barrier::arrive(&empty[stage]); }
 
   // For all lanes of a warp, which have read the stage by loads of their own (ldmatrix, ld.shared). Those may

@@ -2,7 +2,8 @@
 //
 //   D[g, m, n] = sum over the rows i of group g of A[i, m] * B[i, n]
 //
-// TMA loads zeros for what is beyond the group's rows (group_map.cuh). Who computes what: schedule_k.cuh.
+// TMA loads zeros for what is beyond the group's rows (group_map.cuh). Who computes what: schedule_k.cuh, and
+// zeros.cuh for groups without rows.
 //
 // Workspace: slots of fp32 sums of a tile. The pieces of tiles that are cut have one each, and the last
 // kernel adds them. For float32 results each worker has one more, for the sums of a tile that takes several
@@ -16,6 +17,7 @@
 #include "ragged/group_map.cuh"
 #include "ragged/pieces.cuh"
 #include "ragged/schedule_k.cuh"
+#include "ragged/zeros.cuh"
 #include "structs.cuh"
 
 struct RaggedK : PersistentKernel {
@@ -39,6 +41,7 @@ struct RaggedK : PersistentKernel {
   const int *sizes, *offset;
   const Args& args;
   float4* slots;
+  Output* out;
   int* ends;
 
   // ---- schedule ----
@@ -96,14 +99,23 @@ struct RaggedK : PersistentKernel {
         store_tile_hinted(&out_map, shared_pointer(from + box), EVICT_FIRST, column, row, item.matrix);
     });
   }
+
+  using Background = Zeros;
+  __device__ Zeros background(int warpgroup) const {
+    return {{offset, args.groups, args.matrices, ends},
+            out,
+            size_t(args.rows_of_matrix) * args.n * sizeof(Output),
+            int(blockIdx.x) * CONSUMERS + warpgroup,
+            WORKERS * CONSUMERS};
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KERNEL()(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
              const __grid_constant__ TensorMap out_map, const int* sizes, const int* offset,
-             const __grid_constant__ Args args, float4* slots) {
+             const __grid_constant__ Args args, float4* slots, Output* out) {
   __shared__ int ends[GROUPS];
-  run_items(RaggedK{{}, a_map, b_map, out_map, sizes, offset, args, slots, ends});
+  run_items(RaggedK{{}, a_map, b_map, out_map, sizes, offset, args, slots, out, ends});
 }
 
 // Adds the pieces of tiles that are cut. Block (x, y) has the x-th such tile, and a part of its sums.

@@ -66,6 +66,7 @@ class RaggedK(RaggedFamily):
     file = "ragged/ragged_k.cu"
     mode = "rhs_gradient"
     TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 256), (64, 128))
+    stores_plainly = True
 
     def problem_refusal(self, problem: RaggedDotProblem) -> str | None:
         if (reason := super().problem_refusal(problem)) is not None:

@@ -11,6 +11,8 @@
 // Each leaves its sums in a slot of the workspace, and a second kernel adds the pieces of a tile in their
 // order.
 //
+// The matrix of a group without rows is zeros. It has no tiles: zeros.cuh has all workers store it.
+//
 // Macros: WORKERS (thread blocks of the grid), STORE_UNITS, WORKER_TILES, PIECE_STAGES (stages of a piece, at
 // least), SLOTS (for pieces; 0 where no sizes make any), GROUPS.
 
@@ -25,22 +27,14 @@ struct Cut {
   int tiles, pieces;
 };
 
-// The schedule of a problem. All lanes of a warp construct it and call its functions.
-struct Schedule {
-  const int* ends;
-  int groups, matrices, tiles;  // of group_sizes, of the result, and of each matrix
-  int first_matrix;
-  int share;     // units of a worker
-  int cut_ones;  // matrices that are cut
+// Which rows the group of each matrix of the result has.
+struct Matrices {
+  const int* ends;       // of the groups' rows
+  int groups, matrices;  // of group_sizes, and of the result
+  int first_matrix;      // its group
 
-  __device__ Schedule(const int* sizes, const int* offset, int groups, int matrices, int rows, int tiles,
-                      int* ends)
-      : ends(ends), groups(groups), matrices(matrices), tiles(tiles) {
-    find_groups(sizes, groups, rows, ends);
-    first_matrix = HAS_OFFSET ? __ldg(offset) : 0;
-    share = sum_of_matrices([&](int stages) { return stages + STORE_UNITS; }) * tiles / WORKERS;
-    cut_ones = sum_of_matrices([&](int stages) { return int(is_cut(stages)); });
-  }
+  __device__ Matrices(const int* offset, int groups, int matrices, const int* ends)
+      : ends(ends), groups(groups), matrices(matrices), first_matrix(HAS_OFFSET ? __ldg(offset) : 0) {}
 
   // Rows of a matrix's group: none where there is no such group.
   __device__ int start(int matrix) const {
@@ -52,14 +46,29 @@ struct Schedule {
     return group < 0 || group >= groups ? 0 : ends[group] - start(matrix);
   }
   __device__ int stages(int matrix) const { return (size(matrix) + 63) / 64; }
+};
+
+// The schedule of a problem. All lanes of a warp construct it and call its functions.
+struct Schedule : Matrices {
+  int tiles;     // of each matrix
+  int share;     // units of a worker
+  int cut_ones;  // matrices that are cut
+
+  __device__ Schedule(const int* sizes, const int* offset, int groups, int matrices, int rows, int tiles,
+                      int* ends)
+      : Matrices(offset, groups, matrices, ends), tiles(tiles) {
+    find_groups(sizes, groups, rows, ends);
+    share = sum_of_matrices([&](int stages) { return stages + STORE_UNITS; }) * tiles / WORKERS;
+    cut_ones = sum_of_matrices([&](int stages) { return int(is_cut(stages)); });
+  }
 
   // Whether a tile of so many stages would take more than 1/WORKER_TILES of a worker's time.
   __device__ bool is_cut(int stages) const {
     return stages >= 2 * PIECE_STAGES && (stages + STORE_UNITS) * WORKER_TILES > share;
   }
 
-  // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices in their order,
-  // until it is false.
+  // visit(matrix, stages of its tiles, how it is cut, first of its slots) for all matrices that have tiles in
+  // their order, until it is false.
   template <class Visit>
   __device__ void for_matrices(const Visit& visit) const {
     const bool is_sorted = matrices <= MOST_SORTED;
@@ -67,6 +76,7 @@ struct Schedule {
 #pragma unroll 1
     for (int i = 0; i < matrices; ++i) {
       const int matrix = is_sorted ? next_by_length(last) : i, own = stages(matrix);
+      if (own == 0) continue;
       const Cut cut = cut_of(own);
       if (!visit(matrix, own, cut, slot)) return;
       if (cut.pieces > 1) slot += cut.tiles * cut.pieces;
@@ -118,10 +128,13 @@ struct Schedule {
     return MOST_SORTED - 1 - last % MOST_SORTED;
   }
 
+  // The sum of number(stages) of the matrices that have tiles.
   template <class Number>
   __device__ int sum_of_matrices(const Number& number) const {
     int sum = 0;
-    for (int i = threadIdx.x % 32; i < matrices; i += 32) sum += number(stages(i));
+    for (int i = threadIdx.x % 32; i < matrices; i += 32) {
+      if (const int own = stages(i); own > 0) sum += number(own);
+    }
     return sum_of_lanes(sum);
   }
 

@@ -117,6 +117,7 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
 
     swaps: Sequence[bool] = (False,)
     cuts: Sequence[bool] = (False,)
+    stores_plainly = False  # whether the main kernel stores some results without a tensor map
 
     def tiles(self, config: Config) -> Sequence[tuple[int, int]]:
         """The possible (tile_m, tile_n)."""
@@ -184,7 +185,7 @@ class RaggedFamily(ModelledFamily[RaggedDotProblem, Config]):
             kernel=self.kernel_name(problem),
             grid=(config.workers, 1, 1),
             block=(config.threads, 1, 1),
-            params=(*maps, sizes, offset, args, slots),
+            params=(*maps, sizes, offset, args, slots, *((result,) if self.stores_plainly else ())),
             shared_bytes=_dynamic_bytes(problem, config),
         )
         if (tiles := self.cut_tiles(problem, config)) == 0:

@@ -79,11 +79,11 @@ def schedule(
 
 
 def check(work: list[list[Item]], stages: list[int], tiles: int) -> None:
-    """Checks a schedule for matrices with `stages` stages, each with `tiles` tiles."""
+    """Checks a schedule for matrices with `stages` stages, each with `tiles` tiles if it has any stages."""
     workers, pieces = len(work), collections.defaultdict(list)
     for item in (item for items in work for item in items):
         pieces[item.matrix, item.tile].append(item)
-    assert set(pieces) == {(matrix, tile) for matrix in range(len(stages)) for tile in range(tiles)}
+    assert set(pieces) == {(matrix, tile) for matrix, count in enumerate(stages) if count for tile in range(tiles)}
     for (matrix, _), found in pieces.items():
         found.sort(key=lambda item: item.first)
         assert [item.first for item in found] == [0, *(item.end for item in found[:-1])]
