@@ -305,7 +305,8 @@ def text(report: dict[str, Any]) -> str:
         return quantized_headline(report) + "\n"
     if kind == "models":
         return f"{len(report['results'])} networks: {headline(report['results'])}\n"
-    return f"{headline(report['results'])}\n" + (groups_table(report["results"]) if kind == "conv" else "")
+    # Markdown wants an empty line before a table.
+    return f"{headline(report['results'])}\n" + ("\n" + groups_table(report["results"]) if kind == "conv" else "")
 
 
 def existing_file(text: str) -> pathlib.Path:

@@ -19,30 +19,8 @@ def test_links(path: pathlib.Path) -> None:
             assert anchor in markdown.anchors(target), f"{link}: no such heading"
 
 
-# The reports whose tables are on the results' page.
-REPORTS = (
-    "wgrad_h200.json",
-    "conv_h200*.json",
-    "dot_h200.json",
-    "ragged_h200.json",
-    "quantized_h200_[0-9]*.json",
-    "quantized_h200_e4m3_*.json",
-)
-
-
 def test_the_readme_is_short() -> None:
     assert len((markdown.ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
-
-
-@pytest.mark.parametrize("pattern", REPORTS)
-def test_the_results_page_has_the_figures_of_the_reports(pattern: str, tmp_path: pathlib.Path) -> None:
-    """`python -m benchmarks.plot REPORT.json ... NAME.md` makes its tables."""
-    plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
-    # Reports of quantized products, the largest weight first.
-    found = sorted(map(str, (markdown.ROOT / "benchmarks/results").glob(pattern)))
-    reports = sorted(found, key=features, reverse=True)
-    assert plot.main([*reports, str(tmp_path / "table.md")]) == 0
-    assert (tmp_path / "table.md").read_text() in (markdown.ROOT / "docs/results.md").read_text(encoding="utf-8")
 
 
 # The pages that quote summaries of reports.
@@ -92,12 +70,6 @@ def test_one_figure_for_dense_filters(tmp_path: pathlib.Path) -> None:
     ]
     assert f"{min(pointwise):.2f} to {max(pointwise):.2f} times" in words("docs/limits.md")
     assert f"{min(pointwise) - 1:.0%} to {max(pointwise) - 1:.0%}" in words("README.md")
-
-
-def features(report: str) -> int:
-    """The number of features in a report's name."""
-    found = re.search(r"(\d+)x\d+\.json$", report)
-    return int(found[1]) if found else 0
 
 
 def test_troubleshooting_quotes_messages_of_the_source() -> None:
