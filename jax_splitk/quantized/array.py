@@ -346,12 +346,16 @@ def _quantize(
     """`quantize` with checked arguments; one computation, also outside jit. `shared`: the axes along which groups have
     one channel scale; None for no channel scale."""
     counts = tuple(n // t if t else 1 for n, t in zip(w.shape, tile, strict=True))
-    groups = w.astype(w.dtype if w.dtype.itemsize > 4 else jnp.float32)
-    groups = groups.reshape([part for pair in zip(counts, tile, strict=True) for part in pair])
-    within = tuple(range(1, groups.ndim, 2))
+    groups = w.reshape([part for pair in zip(counts, tile, strict=True) for part in pair])
+    within, dtype = tuple(range(1, groups.ndim, 2)), w.dtype if w.dtype.itemsize > 4 else jnp.float32
+
+    def largest(x: jax.Array) -> jax.Array:
+        """Of each group. It is converted last, since XLA keeps a transposed copy of what is computed before."""
+        return jnp.max(x, axis=within, keepdims=True).astype(dtype)
+
     # The largest magnitude of a group with a value that is not finite is not finite, either. Only the scale shows such
     # values: platforms convert them to different integers.
-    largest, zero_point = functools.partial(jnp.max, axis=within, keepdims=True), None
+    zero_point = None
     if symmetric:
         span, steps = largest(jnp.abs(groups)), fmt.high + 0.5 if fmt.integer else fmt.high
         good = jnp.isfinite(span)
@@ -372,9 +376,9 @@ def _quantize(
         channel_scale = rounded_up(whole / float(info.max), jnp.float32)
         size = size / channel_scale
     scale = rounded_up(jnp.where(span == 0, 1, size), scale_dtype)
-    value = jnp.where(good, groups, 0) / _effective(scale, channel_scale).astype(groups.dtype)
+    value = jnp.where(good, groups, 0).astype(dtype) / _effective(scale, channel_scale).astype(dtype)
     if zero_point is not None:
-        value += zero_point.astype(groups.dtype)
+        value += zero_point.astype(dtype)
         zero_point = zero_point.reshape(counts)
     nan = np.uint8(255) if scale_dtype == E8M0 else np.array(np.nan, scale_dtype)
     scale = from_bytes(jnp.where(good, as_bytes(scale), nan).reshape(counts), scale_dtype)
