@@ -44,6 +44,7 @@ def text_of(entries: Sequence[Entry], versions: dict[str, Any]) -> str:
     for entry, problem in sorted(zip(entries, problems, strict=True), key=lambda pair: _order(pair[0])):
         differing = {name: value for name, value in problem.items() if defaults.get(name) != value}
         times = {"us": entry.us(entry.choice), "xla_us": entry.us(XLA)}
+        times = {name: us for name, us in times.items() if us is not None}
         rows.append("  " + json.dumps({"problem": differing, **entry.choice.as_dict(), **times}))
     head = {
         "machine": _machine(environment),

@@ -55,6 +55,9 @@ FINALIST = 1.2  # a candidate that is slower on the device by more does not come
 UNCLEAR = 1.01, 1.05
 UNCLEAR_ROUNDS = 7  # for the fastest candidates then
 BAD_ON_ONE = 1.5  # a finalist that is slower than the fastest one by more on one kind of operands is not chosen
+# Parts of XLA's errors where an operation takes more memory than there is.
+# The second is its autotuner's, which can try no kernel then.
+LACKS_MEMORY = "RESOURCE_EXHAUSTED", "NOT_FOUND: Failed to get configs"
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # share of the budget in which the search may begin something; the rest is for the finals
 LAST_SHARE = 0.9  # share of the budget in which the search should end
@@ -195,7 +198,7 @@ class Search:
             (self.xla,) = prepared
             return bench, self.xla
         error = str(failed[0].error)
-        if "RESOURCE_EXHAUSTED" not in error:
+        if not any(words in error for words in LACKS_MEMORY):
             raise RuntimeError(f"XLA cannot compute it: {error}")
         self.failures += failed  # it takes more memory than there is, which ours may not
         self._lacks_memory, self.xla = True, Contestant(XLA, lambda: None, error=error)

@@ -58,7 +58,9 @@ class Table:
         changed = set(key.environment.abi) - self.abi
         if changed:
             raise InvalidEntry(f"it was measured with other versions than {', '.join(sorted(changed))}")
-        times = [{**row, "error": None}, {"family": XLA.name, "config": None, "us": row.get("xla_us"), "error": None}]
+        times = [{**row, "error": None}]
+        if "xla_us" in row:  # missing where XLA could not compute it, or was not timed
+            times.append({"family": XLA.name, "config": None, "us": row["xla_us"], "error": None})
         evidence = {"predicted": None, "metadata": {}, "measurements": times}
         return Entry(key, legal_candidate(row, key), DEFAULT_WORKSPACE_LIMIT, evidence)
 

@@ -79,14 +79,17 @@ def test_what_loses_badly_on_one_kind_is_not_chosen() -> None:
     assert search.Search(key, 2**28, None, 1.0)._steady(bench, finalists[:2]) == finalists[:2]  # each loses on some
 
 
-def test_a_problem_that_xla_has_no_memory_for_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """lax needs the operands' memory once for each group."""
+@pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Out of memory", "NOT_FOUND: Failed to get configs for: 2 of 5"])
+def test_a_problem_that_xla_has_no_memory_for_is_tuned(
+    error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """lax needs the operands' memory once for each group. XLA fails to allocate it, or finds no kernel."""
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path))
     prepare = Bench.prepare
 
     def without_xla(self: Bench, candidates: Any) -> Any:
         if XLA in candidates:
-            return [], [search.Measurement(XLA, None, "XlaRuntimeError: RESOURCE_EXHAUSTED: scripted")]
+            return [], [search.Measurement(XLA, None, f"XlaRuntimeError: {error}")]
         return prepare(self, candidates)
 
     monkeypatch.setattr(Bench, "prepare", without_xla)

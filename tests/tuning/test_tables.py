@@ -150,4 +150,6 @@ def test_every_row_that_ships_can_be_used(path: pathlib.Path, monkeypatch: pytes
     assert path == table.path_for(path.stem, entries[0].key.environment.device_kind)
     head = json.loads(path.read_text())
     assert tables.text_of(entries, head["versions"]) == path.read_text()  # as it is made
-    assert all(entry.us(entry.choice) and entry.us(XLA) for entry in entries)
+    assert all(entry.us(entry.choice) for entry in entries)
+    # XLA cannot compute lax's product for many experts, for lack of memory.
+    assert all(entry.us(XLA) for entry in entries if entry.key.problem.op != "ragged_dot")
