@@ -346,11 +346,13 @@ def _quantize(
     """`quantize` with checked arguments; one computation, also outside jit. `shared`: the axes along which groups have
     one channel scale; None for no channel scale."""
     counts = tuple(n // t if t else 1 for n, t in zip(w.shape, tile, strict=True))
+    dtype = w.dtype if w.dtype.itemsize > 4 else jnp.float32
+    w = w if w.dtype.itemsize > 1 else w.astype(dtype)  # E8M0 has no negative values
     groups = w.reshape([part for pair in zip(counts, tile, strict=True) for part in pair])
-    within, dtype = tuple(range(1, groups.ndim, 2)), w.dtype if w.dtype.itemsize > 4 else jnp.float32
+    within = tuple(range(1, groups.ndim, 2))
 
     def largest(x: jax.Array) -> jax.Array:
-        """Of each group. It is converted last, since XLA keeps a transposed copy of what is computed before."""
+        """The largest value of each group. XLA keeps a transposed copy of what it converts before a reduction."""
         return jnp.max(x, axis=within, keepdims=True).astype(dtype)
 
     # The largest magnitude of a group with a value that is not finite is not finite, either. Only the scale shows such

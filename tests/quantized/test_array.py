@@ -251,9 +251,12 @@ def test_axis(axis: int) -> None:
     np.testing.assert_array_equal(jnp.moveaxis(dequantize(q), axis, 0), dequantize(moved))
 
 
-def test_weights_of_8_bits() -> None:
-    w = normals(64, 3).astype(jnp.float8_e4m3fn)
-    q, wide = (quantize(w, "int8", group_size=64) for w in (w, w.astype(jnp.float32)))
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", E8M0])
+def test_weights_of_8_bits(dtype: str, symmetric: bool) -> None:
+    """A group has numbers of one sign where the dtype has no other."""
+    w = jnp.abs(normals(64, 3)).astype(dtype) if dtype == E8M0 else normals(64, 3).astype(dtype)
+    q, wide = (quantize(w, "int8", group_size=64, symmetric=symmetric) for w in (w, w.astype(jnp.float32)))
     assert q.dtype == jnp.float32
     np.testing.assert_array_equal(dequantize(q), dequantize(wide))
 
