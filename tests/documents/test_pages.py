@@ -23,6 +23,23 @@ def test_the_readme_is_short() -> None:
     assert len((markdown.ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
+REPORTS = (
+    "conv_h200*",
+    "wgrad_h200",
+    "dot_h200",
+    "ragged_h200",
+    "quantized_h200_8192x8192",
+    "quantized_h200_e4m3_8192x8192",
+)
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_the_results_page_has_a_table_of_each_report(report: str) -> None:
+    """tests/documents/test_plots.py compares what stands in the tables."""
+    page = (markdown.ROOT / "docs/results.md").read_text(encoding="utf-8")
+    assert re.search(rf"<!-- benchmarks\.plot [^>]*\b{re.escape(report)}\.json[^>]* table\.md -->", page)
+
+
 # The pages that quote summaries of reports.
 QUOTES = (
     ("README.md", "wgrad_h200.json"),
