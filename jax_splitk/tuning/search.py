@@ -198,7 +198,7 @@ class Search:
             (self.xla,) = prepared
             return bench, self.xla
         error = str(failed[0].error)
-        if not any(words in error for words in LACKS_MEMORY):
+        if not _lacks_memory(error):
             raise RuntimeError(f"XLA cannot compute it: {error}")
         self.failures += failed  # it takes more memory than there is, which ours may not
         self._lacks_memory, self.xla = True, Contestant(XLA, lambda: None, error=error)
@@ -336,7 +336,7 @@ class Search:
     def _took_the_context(self, xla: Contestant) -> bool:
         """Whether XLA's operation, which had worked, fails because one of this search's candidates failed before it."""
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
-        return failed and device.state.poisoned_by == self.key.problem and "RESOURCE_EXHAUSTED" not in str(xla.error)
+        return failed and device.state.poisoned_by == self.key.problem and not _lacks_memory(str(xla.error))
 
     def entry_without(self, stuck: Candidate) -> Entry:
         """The entry while a candidate does not come back. Raises RuntimeError if that is XLA."""
@@ -385,6 +385,10 @@ def first_round(key: Key, ranking: Sequence[tuple[float, Candidate]]) -> list[Ca
     found = list(dict.fromkeys([*best, *of_family, *new, *others]))[:count]
     unsplit = [c for s, c in ranking if s <= UNSPLIT * ranking[0][0] and getattr(c.config, "splits", None) == 1]
     return list(dict.fromkeys([*found, *unsplit[:1]]))
+
+
+def _lacks_memory(error: str) -> bool:
+    return any(words in error for words in LACKS_MEMORY)
 
 
 def _firsts(candidates: Iterable[Candidate], kind: Callable[[Candidate], Any]) -> list[Candidate]:

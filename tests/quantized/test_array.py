@@ -211,7 +211,7 @@ def test_a_group_with_a_bad_number_is_nan_and_the_others_are_as_they_were(
 
 @pytest.mark.parametrize(("name", "symmetric"), thinned(FORMS, 3))
 def test_quantize_keeps_no_copy_of_the_weight(name: str, symmetric: bool) -> None:
-    """Scratch memory is far smaller than the weight, whose quantization may be what fits in memory only just."""
+    """Scratch memory is far smaller than the weight: one that fills most of the memory can be quantized."""
     w = jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
     quantized = jax.jit(lambda w: quantize(w, name, group_size=64, axis=1, symmetric=symmetric))
     memory: Any = quantized.lower(w).compile().memory_analysis()
