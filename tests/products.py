@@ -3,7 +3,8 @@ checks."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -293,3 +294,12 @@ def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
     """The config with the largest number of thread blocks, at most its own, that leaves no block without work."""
     workers = tiles.schedule(p, config).without_idle().workers
     return dataclasses.replace(config, blocks=workers * config.worker_blocks)
+
+
+def few_and_single_ranges(p: QuantizedMatmulProblem, config: _Config) -> Iterator[_Config]:
+    """The config with the k blocks in few ranges, and, if a GiB holds their sums, each in a range of its own."""
+    units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
+    for workers in sorted({min(7, units), units}):
+        found = without_idle(p, dataclasses.replace(config, blocks=workers * config.worker_blocks))
+        if workers <= 7 or 2 * found.blocks * tiles.tile_bytes(found) <= 1 << 30:
+            yield found

@@ -3,7 +3,6 @@ repeatability, and NaN only where it belongs."""
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,12 +33,12 @@ from tests.products import (
     elements,
     error,
     exact_weight,
+    few_and_single_ranges,
     integers,
     normal,
     operands,
     parts_bound,
     random,
-    without_idle,
 )
 
 pytestmark = pytest.mark.gpu
@@ -65,10 +64,7 @@ def cut_tiles(family: Family, case: Case) -> Iterator[Any]:
         shared = ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3))
         plain = [tiled.Config(128, 32 if p.rows <= 32 else 64, 2, 0)]
         apart = [tiled.Config(*tile, 0, k_warpgroups=2) for tile in shared]
-    for config in plain:
-        units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
-        for workers in sorted({min(7, units), units}):
-            yield without_idle(p, dataclasses.replace(config, blocks=workers * config.worker_blocks))
+    yield from itertools.chain.from_iterable(few_and_single_ranges(p, config) for config in plain)
     for config, splits in itertools.product((*plain, *apart), (2, 3, 8)):
         yield tiles.split_tiles(p, config, splits)
 

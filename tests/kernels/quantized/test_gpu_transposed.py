@@ -3,7 +3,6 @@ it belongs, and the gradients of a training step."""
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,10 +27,10 @@ from tests.products import (
     elements,
     error,
     exact_weight,
+    few_and_single_ranges,
     integers,
     normal,
     operands,
-    without_idle,
 )
 
 pytestmark = pytest.mark.gpu
@@ -51,9 +50,7 @@ def cut_tiles(p: Any) -> Iterator[Config]:
     k."""
     plain = Config(128, 32 if p.rows <= 32 else 64, 2, 0)
     shared = ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3))
-    units = math.prod(tiles.tile_counts(p, plain)) * tiles.k_blocks(p)
-    for workers in sorted({min(7, units), units}):
-        yield without_idle(p, dataclasses.replace(plain, blocks=workers))
+    yield from few_and_single_ranges(p, plain)
     apart = [Config(*tile, 0, k_warpgroups=2) for tile in shared]
     for config, splits in itertools.product((plain, *apart), (2, 3, 8)):
         yield tiles.split_tiles(p, config, splits)
