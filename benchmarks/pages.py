@@ -28,6 +28,7 @@ PLOTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "wgrad_h200.svg": (["wgrad_h200.json"], []),
     "readme_wgrad_h200.svg": (["wgrad_h200.json"], ["--rows", "8"]),
     "dot_h200.svg": (["dot_h200.json"], []),
+    "profile_step_h200.svg": (["profile_step_h200.json"], []),
     "ragged_h200.svg": (["ragged_h200.json"], []),
     "quantized_h200.svg": ([f"quantized_h200_{n}x8192.json" for n in (28672, 8192, 3584)], []),
     "readme_quantized_h200.svg": (["quantized_h200_8192x8192.json"], []),
