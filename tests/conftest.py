@@ -40,8 +40,11 @@ import pytest
 from jax_splitk.kernels.cpu import passes as conv_host
 from jax_splitk.runtime import compiler, disk
 from jax_splitk.tuning import store
+from tests import shared_contexts
 from tests.problems import SEED
 from tests.tuning_cache import isolate, new_session
+
+shared_contexts.install()
 
 
 def pytest_report_header() -> list[str]:
