@@ -1,4 +1,4 @@
-"""The chart and the table of a report of `benchmarks.ragged`: TFLOP/s of the layers in training, by pass."""
+"""The chart and the tables of a report of `benchmarks.ragged`: TFLOP/s of the layers in training, by pass."""
 
 from typing import Any
 
@@ -73,4 +73,16 @@ def table(report: dict[str, Any]) -> str:
     lines = [f"| pass | tokens x k x n / experts | {' | '.join(NAMES.values())} |", "|---|---" + "|---" * 3 + "|"]
     for name, layers in rates(report).items():
         lines += [f"| {name} | {layer} | {' | '.join(_figures(of))} |" for layer, of in layers.items()]
+    return "\n".join(lines) + "\n"
+
+
+def means(report: dict[str, Any]) -> str:
+    """The geometric means of each pass in Markdown."""
+    lines = ["| pass | TFLOP/s | torch takes | lax takes |", "|---|---|---|---|"]
+    for key, of in report["geometric_means"].items():
+        which, out = key.split()
+        name = PASSES[which] + (" in float32" if out == "float32" else "")
+        ratios = [of.get(f"{who}/ours") for who in ("torch", "lax")]
+        others = ["-" if r is None else f"{r:.{2 if r < 10 else 0}f} times as long" for r in ratios]
+        lines.append(f"| {name} | {of['TFLOP/s']:.0f} | {' | '.join(others)} |")
     return "\n".join(lines) + "\n"

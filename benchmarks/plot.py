@@ -295,14 +295,16 @@ CHARTS |= {"profile_step": timeline.timeline, "ragged": grouped_chart.chart}
 TABLES = {"wgrad": xla_table, "conv": xla_table, "dot": xla_table, "quantized": quantized_table, "models": models_table}
 TABLES |= {"profile_step": timeline.table, "ragged": grouped_chart.table}
 # Benchmarks whose charts have no rows by gain, and whose reports have no sentences for pages.
-WITHOUT_ROWS, WITHOUT_TEXT = ("quantized", "profile_step", "ragged"), ("profile_step", "ragged")
+WITHOUT_ROWS, WITHOUT_TEXT = ("quantized", "profile_step", "ragged"), ("profile_step",)
 
 
 def text(report: dict[str, Any]) -> str:
-    """The sentences of a report that pages quote."""
+    """The sentences, or the short table, of a report that pages quote."""
     kind = benchmark(report)
     if kind == "quantized":
         return quantized_headline(report) + "\n"
+    if kind == "ragged":
+        return grouped_chart.means(report)
     if kind == "models":
         return f"{len(report['results'])} networks: {headline(report['results'])}\n"
     # Markdown wants an empty line before a table.
