@@ -128,8 +128,14 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
         return estimate_by(of, problem.product, target)  # XLA fuses the epilogue
     if isinstance(problem, ConvEpilogueProblem):
         return estimate_by(of, problem.convolution, target)  # likewise
-    if isinstance(problem, QuantizedTransposedProblem):
+    found = _by_trees(of, problem, target)
+    if found is None and isinstance(problem, QuantizedTransposedProblem):
         return estimate_by(of, problem.forward, target)  # the same weight is dequantized, and multiplied as often
+    return found
+
+
+def _by_trees(of: Learned, problem: Problem, target: Target) -> Estimate | None:
+    """None for a problem that is unlike all that the fit has seen."""
     # The trees see the problem as on the default device; the estimate then follows the device's own rates.
     floor, found = features(problem, target).floor, features(problem, DEFAULT_CUDA)
     spread, ranges = of.classes.get(f"{problem.op}: {found.name}", (math.inf, np.zeros((0, 2))))

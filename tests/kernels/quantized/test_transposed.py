@@ -132,12 +132,13 @@ def test_scales_in_floats_and_formats_with_more_instructions_cost_more() -> None
     assert plain > tiled.FAMILY.estimate(mirrored, tiled.Config(128, 256, 2, 32, 1), DEFAULT_CUDA)
 
 
-def test_without_measurements_xla_is_estimated_as_for_the_forward_product() -> None:
-    for p in (valid(1024, 4096, 14336), valid(8192, 14336, 4096, qtype="nf4")):
+def test_xla_is_estimated_by_its_own_times_where_there_are_some() -> None:
+    """Else as for the forward product. Times are of 256 to 4,096 rows."""
+    for p, is_own in ((valid(1024, 4096, 14336), True), (valid(1, 4096, 14336), False)):
         found = xla.estimate(p, DEFAULT_CUDA)
         assert found is not None
-        assert found == xla.estimate(p.forward, DEFAULT_CUDA)
-    assert FAMILY.uncertainty(PROBLEMS[0], DEFAULT_CUDA) == tiled.FAMILY.uncertainty(PROBLEMS[0], DEFAULT_CUDA) < 1
+        assert (found != xla.estimate(p.forward, DEFAULT_CUDA)) == is_own
+    assert FAMILY.uncertainty(PROBLEMS[0], DEFAULT_CUDA) < 0.3
     assert kernels.families("quantized_matmul_transposed") == (FAMILY,)
 
 
