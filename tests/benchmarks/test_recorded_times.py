@@ -37,7 +37,7 @@ REGRET = {
     "quantized_matmul_transposed": (0.1, 0.5),
     "ragged_dot": (0.7, 5.7),
 }
-# Records that the fit does not see: with those of an operation each fit of several raised a bound of another operation.
+# Records that the fit does not see: with them nearly every fit raised a bound of another operation.
 UNSEEN = sorted((records.DATA.parents[1] / "results").glob("*_configs_h200.jsonl"))
 
 
