@@ -296,10 +296,12 @@ def without_idle(p: QuantizedMatmulProblem, config: _Config) -> _Config:
     return dataclasses.replace(config, blocks=workers * config.worker_blocks)
 
 
-def few_and_single_ranges(p: QuantizedMatmulProblem, config: _Config) -> Iterator[_Config]:
-    """The config with the k blocks in few ranges, and, if a GiB holds their sums, each in a range of its own."""
+def few_and_single_ranges(
+    family: tiles.TileFamily[_Config], p: QuantizedMatmulProblem, config: _Config
+) -> Iterator[_Config]:
+    """The config with the k blocks in few ranges, and each in a range of its own, if a GiB is workspace enough."""
     units = math.prod(tiles.tile_counts(p, config)) * tiles.k_blocks(p)
     for workers in sorted({min(7, units), units}):
         found = without_idle(p, dataclasses.replace(config, blocks=workers * config.worker_blocks))
-        if workers <= 7 or 2 * found.blocks * tiles.tile_bytes(found) <= 1 << 30:
+        if family.workspace_bytes(p, found) <= 1 << 30:
             yield found

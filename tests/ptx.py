@@ -6,7 +6,7 @@ import ctypes
 import re
 from collections.abc import Iterator
 
-from jax_splitk.runtime import toolchain, wgmma_header
+from jax_splitk.runtime import compiler, toolchain
 from jax_splitk.runtime.compiler import Compiled
 from jax_splitk.runtime.nvrtc import Nvrtc
 from jax_splitk.runtime.source import Source
@@ -36,9 +36,7 @@ class _KeepsPtx(Nvrtc):
 def compile_source(source: Source) -> tuple[Compiled, str]:
     """The machine code and the PTX of the source, from one compilation in this process."""
     nvrtc = _KeepsPtx(toolchain.find_nvrtc().library)
-    includes = [f"--include-path={folder}" for folder in toolchain.include_folders()]
-    text = source.text(with_lines=True)
-    image, log = nvrtc.compile(text, source.file, [*source.options(), *includes], wgmma_header.needed(text))
+    image, log = nvrtc.compile(*compiler.program(source))
     assert image is not None, log
     return Compiled(image, log), nvrtc.ptx
 

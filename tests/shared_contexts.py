@@ -1,5 +1,5 @@
-"""MLIR contexts that serve several modules, as jax 0.11 has them. Before, JAX makes one for each module that it lowers,
-which took a fifth of the tests' time. It has no option for it, so this file looks behind its public API."""
+"""MLIR contexts that serve several modules, as in jax 0.11. jax 0.10 makes one for each module that it lowers, which
+took a fifth of the tests' time. It has no option to share them, so this file looks behind its public API."""
 
 import threading
 

@@ -202,15 +202,19 @@ def store(folder: pathlib.Path, source: Source, compiled: Compiled) -> bool:
     return disk.write(folder / _file(key), _pack(key, toolchain.identity(), source, compiled))
 
 
+def program(source: Source) -> tuple[str, str, list[str], dict[str, str]]:
+    """The arguments of `Nvrtc.compile` for a source: its text, its name, options, and headers in place of files."""
+    options = [*source.options(), *(f"--include-path={folder}" for folder in toolchain.include_folders())]
+    text = source.text(with_lines=True)
+    return text, source.file, options, wgmma_header.needed(text)
+
+
 def _machine_code(source: Source, *, in_worker: bool) -> tuple[bytes | None, str]:
     """(machine code, or None if the source does not compile; log)."""
     nvrtc = toolchain.find_nvrtc()
-    options = [*source.options(), *(f"--include-path={folder}" for folder in toolchain.include_folders())]
-    text = source.text(with_lines=True)
-    headers = wgmma_header.needed(text)
     if in_worker:
-        return compile_in_worker(nvrtc.library, text, source.file, options, headers)
-    return nvrtc.compile(text, source.file, options, headers)
+        return compile_in_worker(nvrtc.library, *program(source))
+    return nvrtc.compile(*program(source))
 
 
 def _stored(source: Source, found: tuple[bytes | None, str]) -> Compiled:

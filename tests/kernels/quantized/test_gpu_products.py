@@ -64,7 +64,7 @@ def cut_tiles(family: Family, case: Case) -> Iterator[Any]:
         shared = ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3))
         plain = [tiled.Config(128, 32 if p.rows <= 32 else 64, 2, 0)]
         apart = [tiled.Config(*tile, 0, k_warpgroups=2) for tile in shared]
-    yield from itertools.chain.from_iterable(few_and_single_ranges(p, config) for config in plain)
+    yield from itertools.chain.from_iterable(few_and_single_ranges(family, p, config) for config in plain)
     for config, splits in itertools.product((*plain, *apart), (2, 3, 8)):
         yield tiles.split_tiles(p, config, splits)
 

@@ -50,7 +50,7 @@ def cut_tiles(p: Any) -> Iterator[Config]:
     k."""
     plain = Config(128, 32 if p.rows <= 32 else 64, 2, 0)
     shared = ((64, 64, 8), (128, 64, 5), (64, 32, 4), (128, 32, 3))
-    yield from few_and_single_ranges(p, plain)
+    yield from few_and_single_ranges(FAMILY, p, plain)
     apart = [Config(*tile, 0, k_warpgroups=2) for tile in shared]
     for config, splits in itertools.product((plain, *apart), (2, 3, 8)):
         yield tiles.split_tiles(p, config, splits)
