@@ -5,8 +5,8 @@ python -m benchmarks.decode [--layers N] [--rows N ...] [--[no-]scan] [--only NA
 
 Contestants: XLA's bfloat16 and fp8 products, and jax_splitk's bfloat16, fp8 and int4 products; and the int4 weights in
 fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, the products
-normalize x and add residuals. Under `lax.scan` XLA's bfloat16 product also runs with options with which XLA may read
-the stack in place.
+normalize x and add residuals. Each product is a custom call, or those between two attentions are one. Under `lax.scan`
+XLA's bfloat16 product also runs with options with which XLA may read the stack in place.
 """
 
 import argparse
@@ -72,6 +72,7 @@ class Contestant:
       xla_options: options for XLA's compiler.
       scan_only: whether it runs under `lax.scan` only.
       joined: whether products are joined, by `fused_layer_step` with the weights of `_joined`.
+      chained: whether consecutive products are one custom call (`jax_splitk.chained`).
     """
 
     convert: Callable[[jax.Array], Any]
@@ -79,6 +80,7 @@ class Contestant:
     xla_options: dict[str, str | bool] = dataclasses.field(default_factory=dict)
     scan_only: bool = False
     joined: bool = False
+    chained: bool = False
 
     @property
     def format(self) -> Any:
@@ -132,6 +134,7 @@ CONTESTANTS = {
     "fp8_ours": Contestant(_fp8, _multiply_fp8_ours),
     "int4_ours": Contestant(_int4, jax_splitk.quantized_matmul),
     "int4_fused": Contestant(_int4, jax_splitk.quantized_matmul, joined=True),
+    "int4_chained": Contestant(_int4, jax_splitk.quantized_matmul, joined=True, chained=True),
 }
 
 
@@ -201,14 +204,20 @@ def decode(sizes: Sizes, contestant: Contestant, scan: bool, tokens: int, layers
     for that result, but differences between formats do not grow from token to token."""
 
     step = functools.partial(fused_layer_step if contestant.joined else layer_step, sizes, contestant.multiply)
+    chained: Any = jax_splitk.chained if contestant.chained else lambda function: function
+
+    @chained
+    def unrolled(layers: list[Layer], hidden: jax.Array) -> jax.Array:
+        for layer in layers:
+            hidden = step(layer, hidden)
+        return hidden
 
     def token(_: Any, last: jax.Array) -> jax.Array:
         hidden = x + last * jnp.bfloat16(2**-8)
         if scan:
-            hidden, _ = lax.scan(lambda h, layer: (step(layer, h), None), hidden, layers)
+            hidden, _ = lax.scan(lambda h, layer: (chained(step)(layer, h), None), hidden, layers)
         else:
-            for layer in layers:
-                hidden = step(layer, hidden)
+            hidden = unrolled(layers, hidden)
         return _normalized(hidden)
 
     return lax.fori_loop(0, tokens, token, jnp.zeros_like(x))

@@ -1,5 +1,6 @@
 #include "launcher.h"
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -69,6 +70,18 @@ std::string ParametersRefusal(const Driver& driver, CUkernel kernel, const std::
   return Text("takes ", count, " parameters; the plan gives ", params.size());
 }
 
+// Machine codes that lie one after the other, cut where the code ends if the sizes go beyond it.
+std::vector<std::string_view> Images(std::string_view code, ffi::Span<const int64_t> sizes) {
+  if (sizes.size() == 0) return {code};
+  std::vector<std::string_view> images;
+  for (int64_t size : sizes) {
+    const size_t bytes = size < 0 ? 0 : std::min<size_t>(size, code.size());
+    images.push_back(code.substr(0, bytes));
+    code.remove_prefix(bytes);
+  }
+  return images;
+}
+
 // The state of one call site: its parsed plan, its kernels, and the devices on which their attributes have
 // been set. Without a driver (null) it has no kernels, and cannot run.
 struct LaunchState {
@@ -80,19 +93,26 @@ struct LaunchState {
 };
 ffi::TypeId LaunchState::id = {};
 
-ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view cubin, std::string_view kernels,
-                   LaunchState* state) {
+// `sizes`: bytes of each machine code in `code`, one after the other; empty if there is one.
+ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view code, ffi::Span<const int64_t> sizes,
+                   std::string_view kernels, LaunchState* state) {
   std::string message = ParsePlan(words.begin(), words.size(), kernels, &state->plan);
   if (!message.empty()) return Invalid(message);
   // XLA also compiles on machines without a GPU. It instantiates the call again where the program will run.
   const Driver* driver = state->driver = Driver::Get(nullptr);
   if (!driver) return ffi::Error::Success();
-  CUlibrary library = nullptr;
-  if (ffi::Error error = LoadLibrary(*driver, cubin, &library); error.failure()) return error;
+  std::vector<CUlibrary> libraries;
+  for (std::string_view image : Images(code, sizes)) {
+    libraries.push_back(nullptr);
+    if (ffi::Error error = LoadLibrary(*driver, image, &libraries.back()); error.failure()) return error;
+  }
   for (const LaunchSpec& launch : state->plan.launches) {
     CUkernel kernel;
     const std::string& name = state->plan.kernels[launch.kernel];
-    if (CUresult r = driver->library_get_kernel(&kernel, library, name.c_str())) {
+    const size_t image = state->plan.images[launch.kernel];
+    if (image >= libraries.size())
+      return Invalid(Text("kernel '", name, "' is in code ", image, " of ", libraries.size()));
+    if (CUresult r = driver->library_get_kernel(&kernel, libraries[image], name.c_str())) {
       return CudaError(*driver, "kernel '" + name + "' not found", r);
     }
     message = ParametersRefusal(*driver, kernel, launch.params);
@@ -107,13 +127,16 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   auto words = attrs.get<ffi::Span<const int64_t>>("plan");
   auto code = attrs.get<ffi::Span<const uint8_t>>("code");
   auto kernels = attrs.get<std::string_view>("kernels");
+  auto sizes = attrs.get<ffi::Span<const int64_t>>("code_bytes");  // with more than one machine code
   if (!words || !code || !kernels) {
     return ffi::Unexpected(
         Invalid("needs the attributes plan (int64[]), code (uint8[]) and kernels (string)"));
   }
   auto state = std::make_unique<LaunchState>();
-  std::string_view cubin(reinterpret_cast<const char*>(code->begin()), code->size());
-  if (ffi::Error error = Prepare(*words, cubin, *kernels, state.get()); error.failure())
+  std::string_view images(reinterpret_cast<const char*>(code->begin()), code->size());
+  const auto one = ffi::Span<const int64_t>();
+  if (ffi::Error error = Prepare(*words, images, sizes ? *sizes : one, *kernels, state.get());
+      error.failure())
     return ffi::Unexpected(error);
   return state;
 }
@@ -263,9 +286,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(LaunchExecute, Execute,
 XLA_FFI_TypeId* LaunchStateTypeId() { return reinterpret_cast<XLA_FFI_TypeId*>(&LaunchState::id); }
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo() { return &kStateTypeInfo; }
 
-std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels) {
+std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code,
+                          const std::vector<int64_t>& sizes, std::string_view kernels) {
   LaunchState state;
-  const ffi::Error error = Prepare({plan.data(), plan.size()}, code, kernels, &state);
+  const ffi::Error error =
+      Prepare({plan.data(), plan.size()}, code, {sizes.data(), sizes.size()}, kernels, &state);
   return error.failure() ? error.message() : "";
 }
 

@@ -17,7 +17,8 @@ XLA_FFI_TypeId* LaunchStateTypeId();
 const XLA_FFI_TypeInfo* LaunchStateTypeInfo();
 
 // For tests: why the launcher refuses a call before it runs; empty if it does not.
-std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code, std::string_view kernels);
+std::string LaunchRefusal(const std::vector<int64_t>& plan, std::string_view code,
+                          const std::vector<int64_t>& sizes, std::string_view kernels);
 
 // For tests: counts of what the launcher did in this process.
 struct LaunchCounts {

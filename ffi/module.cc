@@ -70,8 +70,9 @@ NB_MODULE(_ffi, m) {
     out["captured"] = counts.captured;
     return out;
   });
-  m.def("launch_refusal", [](const std::vector<int64_t>& words, nb::bytes code, std::string_view kernels) {
-    return js::LaunchRefusal(words, {code.c_str(), code.size()}, kernels);
+  m.def("launch_refusal", [](const std::vector<int64_t>& words, nb::bytes code,
+                             const std::vector<int64_t>& sizes, std::string_view kernels) {
+    return js::LaunchRefusal(words, {code.c_str(), code.size()}, sizes, kernels);
   });
   // Returns (buffers, tensor maps, launches). Raises ValueError if the launcher would refuse the plan.
   m.def("check_plan", [](const std::vector<int64_t>& words, std::string_view kernels) {

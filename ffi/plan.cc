@@ -121,14 +121,15 @@ LaunchSpec ReadLaunch(Reader& in, const Plan& plan) {
   return spec;
 }
 
-std::vector<std::string> SplitNames(std::string_view names) {
-  std::vector<std::string> out;
-  while (!names.empty()) {
-    size_t comma = names.find(',');
-    out.emplace_back(names.substr(0, comma));
-    names = comma == std::string_view::npos ? std::string_view() : names.substr(comma + 1);
+void SplitNames(std::string_view names, Plan* plan) {
+  for (size_t image = 0; !names.empty();) {
+    const size_t end = names.find_first_of(",;");
+    plan->kernels.emplace_back(names.substr(0, end));
+    plan->images.push_back(image);
+    if (end == std::string_view::npos) return;
+    image += names[end] == ';';
+    names = names.substr(end + 1);
   }
-  return out;
 }
 
 }  // namespace
@@ -136,7 +137,7 @@ std::vector<std::string> SplitNames(std::string_view names) {
 std::string ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan) {
   Reader in(words, count);
   *plan = Plan{};
-  plan->kernels = SplitNames(kernels);
+  SplitNames(kernels, plan);
   in.Next("plan magic", kPlanMagic, kPlanMagic);
   in.Next("plan version", kPlanVersion, kPlanVersion);
   int64_t buffers = in.Next("number of buffers", 1, 64);

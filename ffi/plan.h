@@ -61,9 +61,11 @@ struct Plan {
   std::vector<TensorMapSpec> maps;
   std::vector<LaunchSpec> launches;
   std::vector<std::string> kernels;
+  std::vector<size_t> images;  // of each kernel: the number of the machine code that has it
 };
 
-// Sets *plan. Returns which numbers are wrong; empty if all are right.
+// Sets *plan. Returns which numbers are wrong; empty if all are right. `kernels`: names with commas between
+// them, and with a semicolon where those of the next machine code begin.
 std::string ParsePlan(const int64_t* words, size_t count, std::string_view kernels, Plan* plan);
 
 // How the buffers that XLA passed differ from the plan's; empty if they do not.

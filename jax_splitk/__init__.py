@@ -19,6 +19,7 @@ if _module != "jax_splitk" and not _script:
     _requirements.check(__version__)
 
     from jax_splitk.checkpoints.load import Checkpoint, load_checkpoint
+    from jax_splitk.ops.chained import chained
     from jax_splitk.ops.conv import conv_dgrad, conv_fprop, conv_general_dilated, conv_wgrad
     from jax_splitk.ops.cost import cost
     from jax_splitk.ops.dot_general import dot_general, matmul
@@ -66,6 +67,7 @@ __all__ = [
     "QuantizationRule",
     "QuantizedArray",
     "TuningResult",
+    "chained",
     "combine",
     "conv_dgrad",
     "conv_fprop",

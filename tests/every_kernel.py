@@ -40,7 +40,7 @@ from jax_splitk.problems.problem import Problem
 from jax_splitk.problems.quantized_ragged import QuantizedRaggedDotProblem
 from jax_splitk.problems.ragged_dot import RaggedDotProblem
 from jax_splitk.quantized import prepack
-from jax_splitk.runtime import execute
+from jax_splitk.runtime import execute, joined_plan
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import conv_epilogues, dots, experts, float64, products, ragged_dots
@@ -55,19 +55,22 @@ HALVES = {"x_dtype": HALF, "out_dtype": HALF, "scale_dtype": HALF}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One problem with one config; `product` is set for products with quantized weights."""
+    """One problem with one config; `product` is set for products with quantized weights. `chained`: whether the kernel
+    is that of a chain (`runtime/joined_plan.py`)."""
 
     family: Family
     problem: Problem
     config: Any
     product: products.Case | None = None
+    chained: bool = False
 
     def __str__(self) -> str:
-        return f"{self.family.name}-{self.product or ''}{self.config}"
+        return f"{self.family.name}-{self.product or ''}{self.config}{'-chained' * self.chained}"
 
     @property
     def plan(self) -> DevicePlan:
-        return device_plan(self.family, self.problem, self.config)
+        plan = device_plan(self.family, self.problem, self.config)
+        return dataclasses.replace(plan, source=joined_plan.chained(plan.source)) if self.chained else plan
 
     def function(self) -> Callable[..., jax.Array]:
         """The family's kernels on the operands, with nothing else on the device."""
@@ -770,6 +773,16 @@ def _stream() -> Iterator[Run]:
         (products.Case(9, 256, 72, "uint4", 64, "own", E8M0, channel=True, residual="bfloat16"), 16, 1, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, 1, 1, 3, cluster, clusters), case)
+    # Chained: k that ends within a stage, x that TMA does not load, x that is reordered, and fewer stages of k than
+    # those that are loaded early.
+    for case, tile_n, warpgroups, cluster, clusters in (
+        (dataclasses.replace(gated, k=256, norm="bfloat16"), 8, 1, 2, 2),
+        (products.Case(9, 448, 72, "uint4", 64, "own", residual="float32"), 16, 2, 2, 1),
+        (products.Case(2, 1001, 65, "nf4", 1001, scale_dtype="float32"), 8, 2, 2, 2),
+        (products.Case(20, 512, 72, E4M3, 64, x_dtype=E4M3), 32, 2, 1, 1),
+        (products.Case(2, 64, 40, norm="one", bias="bfloat16"), 8, 1, 1, 1),
+    ):
+        yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, 1, 3, cluster, clusters), case, True)
 
 
 def _fp8() -> Iterator[Run]:

@@ -113,6 +113,14 @@ def _quantized() -> Iterator[tuple[str, Operation]]:
     yield "quantized_matmul", Operation(ours, theirs, ((3, k), groups, groups))
     packed = lambda x, scale: jax_splitk.quantized_matmul(x, jax_splitk.prepack(array(scale)))  # noqa: E731
     yield "quantized_matmul-packed", Operation(packed, theirs, ((3, k), groups))
+    wide = jnp.asarray(np.pad(elements, ((0, 0), (0, k - features))))
+
+    @jax_splitk.chained
+    def both(x: jax.Array, scale: jax.Array) -> jax.Array:
+        square = array(jnp.full((k // group, k), 0.25), of=wide)
+        return jax_splitk.quantized_matmul(jax_splitk.quantized_matmul(x, square), array(scale))
+
+    yield "chained", Operation(both, lambda x, scale: theirs(x @ (wide * 0.25), scale), ((3, k), groups))
 
 
 def _grouped_products() -> Iterator[tuple[str, Operation]]:

@@ -64,7 +64,9 @@ def define(primitive: Primitive) -> None:
                 if isinstance(division, Rule):
                     return partitioning.lower(ctx, division, call, problem, operands)
                 undivided = division
-            problem, custom_call = _chosen(ctx, problem, platform, call.options, undivided)
+            choice, custom_call = chosen(ctx, problem, platform, call.options, undivided)
+            announce(choice, call.options)
+            problem = choice.problem
             (out,) = ctx.avals_out
             if custom_call is None and call.options.implied:
                 return as_lax_does(ctx, operands, call)  # to the letter, so that XLA fuses it as it does lax's
@@ -175,16 +177,13 @@ def _may_measure(ctx: Any, target: Target) -> bool:
     return target.is_local and not _compat.is_export(ctx)
 
 
-def _chosen(
-    ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options, undivided: str | None
-) -> tuple[Problem, CustomCall | None]:
-    """The custom call that is lowered, None for XLA's operation, and the problem that it computes, with a line in the
-    log."""
+def chosen(
+    ctx: mlir.LoweringRuleContext, problem: Problem, platform: str, options: Options, undivided: str | None = None
+) -> tuple[Choice, CustomCall | None]:
+    """The choice, and the custom call that is lowered for it, None for XLA's operation."""
     target = target_for(platform)
     measure = undivided is None and _may_measure(ctx, target)
     if not _compat.is_automatically_partitioned(ctx):
         program.lowered(problem, options, target, measure=measure)
     choice = choose(problem, target, options, undivided=undivided, measure=measure, final=True)
-    choice, custom_call = code_of(choice, target, options, agreed=measure)
-    announce(choice, options)
-    return choice.problem, custom_call
+    return code_of(choice, target, options, agreed=measure)

@@ -10,7 +10,7 @@ of them: a kernel runs once for each (one after the other, each fills the device
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 from jax import lax
@@ -42,6 +42,10 @@ class QuantizedCall(Call):
     problem_type: ClassVar[type[QuantizedMatmulProblem]] = QuantizedMatmulProblem
     contracted: ClassVar[str] = "k"  # the weight's dimension that the product sums over
     kept: ClassVar[str] = "features"
+
+    def in_chain(self, chained: bool) -> Self:
+        """The call as a part of a chain, or by itself."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, chained=chained))
 
     def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
         """The problem of the product with one weight, also where there is a batch of them."""

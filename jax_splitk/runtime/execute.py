@@ -50,6 +50,12 @@ def call(custom_call: CustomCall, problem: Result, *operands: jax.Array) -> jax.
     return result if around is None else around.after(result)
 
 
+def call_joined(custom_call: CustomCall, results: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
+    """The results, of the given types, of a custom call of several plans (`joined_plan.py`)."""
+    types = [*results, _compat.like(results[0], (custom_call.workspace_bytes,), np.uint8)]
+    return _custom_call_p.bind(*operands, call=_Call(custom_call, types))[:-1]
+
+
 def lower(ctx: Any, custom_call: CustomCall, problem: Result, operands: Sequence[Any]) -> list[Any]:
     """Lowers `call` without tracing it first, which would take as long as the rest of the lowering."""
     if custom_call.around is not None:

@@ -185,19 +185,8 @@ class DevicePlan:
         return list(dict.fromkeys(launch.kernel for launch in self.launches))
 
     def words(self) -> list[int]:
-        """The encoding described at the top of this file."""
         kernels = self.kernels()
-        out = [PLAN_MAGIC, PLAN_VERSION, len(self.buffers), len(self.maps), len(self.launches)]
-        for buffer in self.buffers:
-            out += [buffer.bytes, buffer.alignment]
-        for tensor_map in self.maps:
-            out += tensor_map.words()
-        for launch in self.launches:
-            out += [kernels.index(launch.kernel), *launch.grid, *launch.block, *launch.cluster]
-            out += [launch.shared_bytes, int(launch.programmatic), len(launch.params)]
-            for param in launch.params:
-                out += param.words()
-        return out
+        return encoded(self.buffers, self.maps, [(kernels.index(launch.kernel), launch) for launch in self.launches])
 
     def custom_call(self) -> CustomCall:
         """Compiles the source (or finds it in the cubin cache) and packs everything into attributes.
@@ -213,6 +202,23 @@ class DevicePlan:
             "config": self.label,
         }
         return CustomCall(LAUNCH_TARGET, attributes, self.workspace_bytes, self.around)
+
+
+def encoded(
+    buffers: Sequence[Buffer], maps: Sequence[TiledMap | Im2colMap], launches: Sequence[tuple[int, Launch]]
+) -> list[int]:
+    """The encoding described at the top of this file. Each launch comes with its kernel's number."""
+    out = [PLAN_MAGIC, PLAN_VERSION, len(buffers), len(maps), len(launches)]
+    for buffer in buffers:
+        out += [buffer.bytes, buffer.alignment]
+    for tensor_map in maps:
+        out += tensor_map.words()
+    for kernel, launch in launches:
+        out += [kernel, *launch.grid, *launch.block, *launch.cluster]
+        out += [launch.shared_bytes, int(launch.programmatic), len(launch.params)]
+        for param in launch.params:
+            out += param.words()
+    return out
 
 
 def tensor_map_strides(dims: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ class Options:
         Existing decisions hold for it, but a miss is not measured.
       copied_operand: whether it is a product in a loop, for which XLA would copy a slice of a stack. A kernel computes
         it if a family for few rows serves it, since kernels read the slice in place; else lax's product stays.
+      chained: whether it is a product of a chain (`jax_splitk.chained`). A kernel that can be chained is preferred.
     """
 
     config: Any = None
@@ -38,6 +39,7 @@ class Options:
     implied: bool = False
     forward_only: bool = False
     copied_operand: bool = False
+    chained: bool = False
 
     @property
     def explicit(self) -> bool:

@@ -1,10 +1,12 @@
 """From a problem to what is lowered for it: a kernel, or XLA where no kernel can or should serve."""
 
 import dataclasses
+import functools
 import logging
 
 from jax_splitk import kernels
 from jax_splitk.kernels import Family
+from jax_splitk.kernels.base.family import CudaFamily
 from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, disk, toolchain
@@ -14,7 +16,7 @@ from jax_splitk.runtime.plan import CustomCall, DevicePlan
 from jax_splitk.runtime.target import Target
 from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import agreement, once, watch
-from jax_splitk.tuning.choice import XLA, Candidate, Choice
+from jax_splitk.tuning.choice import XLA, Candidate, Choice, Times
 from jax_splitk.tuning.decide import FrozenCacheMiss, decide
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.lookup import Query
@@ -22,6 +24,8 @@ from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.serving import serving, would_serve
 
 _logger = logging.getLogger("jax_splitk")
+
+CHAINED_US = 1.5  # that a chain saves for a product in its middle (benchmarks/notes/quantized.md)
 
 
 def select(problem: Problem, target: Target, options: Options, *, measure: bool = False, final: bool = False) -> Choice:
@@ -44,6 +48,8 @@ def select(problem: Problem, target: Target, options: Options, *, measure: bool 
         return Choice(problem, XLA, "implementation='xla' was asked for")
     if options.copied_operand:
         return _in_place(problem, target, options, measure=measure, final=final)
+    if options.chained:
+        return _in_chain(problem, target, options, measure=measure, final=final)
     families = serving(problem, target)
     if options.explicit:
         families = tuple(family for family in families if _is_asked_for(family, options))
@@ -89,6 +95,30 @@ def _in_place(problem: Problem, target: Target, options: Options, *, measure: bo
         return select(problem, target, kernels_only, measure=measure, final=final)
     except NotImplementedError as error:
         return Choice(problem, XLA, str(error))
+
+
+def _in_chain(problem: Problem, target: Target, options: Options, *, measure: bool, final: bool) -> Choice:
+    """The choice for a product of a chain: that for the product alone, unless its kernel cannot be chained and one that
+    can be takes hardly longer."""
+    choice = select(problem, target, dataclasses.replace(options, chained=False), measure=measure, final=final)
+    us, family = choice.times.us, choice.family
+    if family is None or options.explicit or us is None or can_be_chained(family):
+        return choice
+    for other in filter(can_be_chained, serving(choice.problem, target)):
+        configs = other.candidates(choice.problem, target)
+        best = other.by_estimate(choice.problem, configs, target)[0]
+        other_us = 1e6 * other.estimate(choice.problem, best, target)
+        times = functools.partial(Times, other_us, choice.times.xla_us, predicted=True)
+        because = f"{family.name} cannot be chained"
+        found = dataclasses.replace(choice, candidate=Candidate(other, best), because=because, read_times=times)
+        if other_us <= us + CHAINED_US and not (final and without_code(found, target)):
+            return found
+    return choice
+
+
+def can_be_chained(family: Family) -> bool:
+    """Whether the family's kernels can be chained (`runtime/joined_plan.py`)."""
+    return isinstance(family, CudaFamily) and family.chainable
 
 
 def _is_asked_for(family: Family, options: Options) -> bool:

@@ -6,10 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from jax_splitk import _ffi
+from jax_splitk.runtime.joined_plan import JoinedPlan
 from jax_splitk.runtime.plan import Buffer, DevicePlan, Int32Struct, Launch, MapParam, Pointer, TiledMap
 from jax_splitk.runtime.source import Source
 
@@ -56,7 +58,8 @@ ffi = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ffi)
 for sizes, words, code, kernels in json.load(sys.stdin):
     os.environ["FAKE_SIZES"] = sizes
-    print(ffi.launch_refusal(words, code.encode(), kernels))
+    codes = code if isinstance(code, list) else [code]
+    print(ffi.launch_refusal(words, "".join(codes).encode(), [len(each) for each in codes[1:] and codes], kernels))
 print(ffi.driver_error())
 """
 
@@ -71,7 +74,10 @@ ELF = "\177ELF and so on"
 
 
 def refusals(
-    folder: pathlib.Path, calls: list[tuple[str, list[int], str, str]], *flags: str, initialized: int = 0
+    folder: pathlib.Path,
+    calls: Sequence[tuple[str, list[int], str | list[str], str]],
+    *flags: str,
+    initialized: int = 0,
 ) -> list[str]:
     library = folder / "libcuda.so.1"
     command = ["g++", "-x", "c", "-shared", "-fPIC", *flags, "-o", str(library), "-"]
@@ -119,6 +125,20 @@ def test_other_refusals(tmp_path: pathlib.Path) -> None:
         "jax_splitk_launch: kernel 'absent' not found: unknown error (CUresult 500)",
         "",
     ]
+
+
+def test_each_kernel_is_looked_for_in_its_own_machine_code(tmp_path: pathlib.Path) -> None:
+    words = JoinedPlan((PLAN, PLAN), ((0,), (1,))).words()
+    text = "jax_splitk_launch: the code attribute ({} bytes) is not an ELF file"
+    calls = {
+        ((ELF, ELF), "present;present"): "",
+        ((ELF, ELF), "present,present"): "",  # both in the first one
+        ((ELF, "text"), "present;present"): text.format(4),
+        ((ELF, ELF), "present;absent"): "jax_splitk_launch: kernel 'absent' not found: unknown error (CUresult 500)",
+        ((ELF,), "present;present"): "jax_splitk_launch: kernel 'present' is in code 1 of 1",
+    }
+    given = [("8,128,12", words, list(codes), names) for codes, names in calls]
+    assert refusals(tmp_path, given) == [*calls.values(), ""]
 
 
 def test_a_machine_without_a_gpu_compiles_for_another(tmp_path: pathlib.Path) -> None:

@@ -166,10 +166,12 @@ class CudaFamily(Family[_Problem, _Config]):
 
     Attributes:
       file: the device source, relative to this folder; in another package an absolute path.
+      chainable: whether its source knows the macro CHAINED (`runtime/joined_plan.py`). Its plans have no workspace.
     """
 
     implementation = "cutlass"
     file: ClassVar[str]
+    chainable: ClassVar[bool] = False
 
     def target_refusal(self, target: Target | None) -> str | None:
         return hopper_refusal(target)

@@ -31,6 +31,9 @@
 // READY for the block, when these are ready, on which the producer does not wait; 1 for all consumers, when
 // they have loaded X; from 2 on for each warpgroup, when it has reordered its tiles of X.
 //
+// With CHAINED the kernel may start before those before it in the custom call have ended: X and the residual
+// may be their results, which it waits for. It does not wait to load the weight's first stages.
+//
 // An instruction is fetched from the L2 when it first runs in a launch, which costs a small product several
 // percent of its time. So the code on the way to the first copies is short and straight, and the end of the
 // last row tile runs the code of those before it.
@@ -38,7 +41,7 @@
 // Macros: FORMAT, HALF (dequantize.cuh), X_E4M3, E4M3_PRODUCTS (else X becomes fp16), X_TMA (X comes by TMA,
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
 // (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), those of
-// epilogue.cuh and norm.cuh, TABLE (NormalFloat4 by look-ups in shared memory), TILE_N (rows of X),
+// epilogue.cuh and norm.cuh, TABLE (NormalFloat4 by look-ups in shared memory), CHAINED, TILE_N (rows of X),
 // WARPGROUPS, TILES, STAGES, CLUSTER.
 
 #include "device/epilogue.cuh"
@@ -53,6 +56,10 @@ static_assert(!E4M3_PRODUCTS || (X_E4M3 && ZERO_TYPE == NONE), "what e4m3 produc
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3;
 constexpr int EPILOGUE_THREADS = 32 * EPILOGUE_WARPS;
 constexpr int THREADS = CONSUMERS + 32 + EPILOGUE_THREADS;  // whole warpgroups
+
+// Under CHAINED, the stages whose words are loaded before X is there. More of them would delay X.
+constexpr int EARLY_STAGES = 2;
+static_assert(EARLY_STAGES <= STAGES);
 
 constexpr int READY = 6;  // a named barrier: the others are ready to use
 
@@ -147,12 +154,23 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
   if (WHOLE && !leader) return;
   Position at;
   bool first = X_TMA;
+  [[maybe_unused]] const auto copy_x = [&](int number, uint64_t* full) {
+    uint8_t* x = block.smem + X_AT + number * STAGE_TILES * X_TILE;
+    const int tiles = (block.first + number) * STAGE_TILES, lane = threadIdx.x % 32;
+    if constexpr (WHOLE) {
+      load_tile(x_map, full, HINT, x, 0, 0, tiles);
+    } else if (lane < STAGE_TILES) {
+      load_tile(x_map, full, HINT, x + lane * X_TILE, (tiles + lane) * X_BOX, 0);
+    }
+  };
+#if CHAINED
+  const int last_early = min(EARLY_STAGES, block.last - block.first) - 1;
+#endif
 #pragma unroll 1
   for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters, first = false) {
 #pragma unroll 1
     for (int s = block.first; s < block.last; ++s, at.advance(STAGES)) {
       uint64_t* full = &barriers.pipeline.full[at.stage];
-      [[maybe_unused]] uint8_t* x = block.smem + X_AT + (s - block.first) * STAGE_TILES * X_TILE;
       if (WHOLE || leader) {
         uint8_t* stage = block.smem + at.stage * STAGE_BYTES;
         barriers.pipeline.wait_empty(at);
@@ -174,15 +192,18 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
 #if NORM
         if (with_scale) copy_scale(block, norm_scale, full);
 #endif
-        if (WHOLE && first) load_tile(x_map, full, HINT, x, 0, 0, s * STAGE_TILES);
       }
-      if (!WHOLE && first) {
-        __syncwarp();
-        const int lane = threadIdx.x % 32;
-        if (lane < STAGE_TILES) {
-          const int column = (s * STAGE_TILES + lane) * X_BOX;
-          load_tile(x_map, full, HINT, x + lane * X_TILE, column, 0);
+      if (first) {
+        if (!WHOLE) __syncwarp();
+        const int number = s - block.first;
+#if CHAINED
+        if (number < last_early) continue;
+        if (number == last_early) {
+          wait_on_dependent_grids();
+          for (int i = 0; i < last_early; ++i) copy_x(i, &barriers.pipeline.full[i]);
         }
+#endif
+        copy_x(number, full);
       }
     }
   }
@@ -656,6 +677,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(
     const __grid_constant__ X x, const uint8_t* words, const uint8_t* scale, const uint8_t* zero, Output* out,
     const __grid_constant__ Args g CHANNEL_PARAMETER EPILOGUE_PARAMETERS NORM_PARAMETER) {
   extern __shared__ __align__(1024) uint8_t smem[];
+#if CHAINED
+  launch_dependent_grids();
+#endif
   const Block block(g, smem);
   Signals& b = block.barriers;
   const int warp = warp_index();
@@ -674,11 +698,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void KERNEL()(
       fill_table(smem);
 #endif
 #if !X_TMA
+#if CHAINED
+      wait_on_dependent_grids();
+#endif
       load_x(block, x);
 #endif
       consume(block, scale, zero, CHANNEL_ARGUMENT);
     } else {
       if constexpr (CLUSTER > 1) cluster_wait();  // for the other blocks' barriers
+#if CHAINED
+      wait_on_dependent_grids();  // the residual may be one of their results
+#endif
       add_up(block, DESTINATION_OF_PARAMETERS);
     }
     return;

@@ -183,6 +183,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
     name = "quantized_stream"
     ABI = 2
     file = "quantized/stream.cu"
+    chainable = True
 
     def problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
         if not 1 <= problem.rows <= TILES_N[-1]:
