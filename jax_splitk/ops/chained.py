@@ -114,7 +114,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: core.C
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: core.ClosedJaxpr) -> list[Any]:
-    """Of a chain that is linear in the operands that are not known."""
+    """The rule of a chain that is linear in the operands that are not known."""
     unknown = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
     def of_unknown(*given: Any) -> list[jax.Array]:

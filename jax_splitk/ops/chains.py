@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from jax_splitk.ops.call import call_of
-from jax_splitk.ops.equations import inner, walk
+from jax_splitk.ops.equations import functions, inner, walk
 from jax_splitk.ops.quantized_epilogue import EpilogueCall, quantized_epilogue_p
 from jax_splitk.ops.quantized_primitive import quantized_matmul_p
 from jax_splitk.runtime.joined_plan import MOST_BUFFERS
@@ -184,7 +184,7 @@ def _flattened(
         for eqn in jaxpr.eqns:
             given = tuple(map(read, eqn.invars))
             if eqn.primitive.name in _JITTED and any(each.primitive in PRODUCTS for each in _walked(eqn)):
-                function = eqn.params["jaxpr"]
+                (function,) = functions(eqn)
                 bound = dict(zip(function.jaxpr.constvars, map(number, function.consts), strict=True))
                 found = visit(function.jaxpr, bound | dict(zip(function.jaxpr.invars, given, strict=True)))
             else:

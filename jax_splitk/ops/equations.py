@@ -26,11 +26,13 @@ def counted(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[core.JaxprEqn, 
 
 def inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """The functions that an equation holds."""
-    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
+    for value in functions(eqn):
+        yield value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+
+
+def functions(eqn: core.JaxprEqn) -> Iterator[Any]:
+    """The functions that an equation holds; those that have constants with them."""
+    return filter(_is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr))
 
 
 def _is_jaxpr(value: Any) -> bool:
