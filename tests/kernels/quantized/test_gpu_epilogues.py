@@ -18,6 +18,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import float64, on_gpu, poison, products
 from tests.products import (
     E4M3,
+    GATED,
     HALF,
     Case,
     error,
@@ -123,8 +124,12 @@ def test_random_problems_are_exact_on_integers(seed: int) -> None:
     given, family, config = random_run(seed)
     given_operands, exact, out_dtype = exact_operands(given)
     call = poison.function(on_gpu.plan(family, given.problem, config), given.problem)
-    out = np.asarray(call(*given_operands))
-    np.testing.assert_array_equal(out, float64.rounded(exact, out_dtype), err_msg=f"{given} {family} {config}")
+    out, expected = np.asarray(call(*given_operands)), float64.rounded(exact, out_dtype)
+    if given.activation in GATED and out_dtype == "float32":
+        # A product of gate and up may have more bits than float32, and it is rounded before the residual is added.
+        np.testing.assert_array_max_ulp(out, expected, 1)
+    else:
+        np.testing.assert_array_equal(out, expected, err_msg=f"{given} {family} {config}")
 
 
 def exact_operands(given: Case) -> tuple[tuple[jax.Array, ...], np.ndarray, str]:
