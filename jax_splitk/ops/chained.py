@@ -99,13 +99,18 @@ def _each(*operands: Any, jaxpr: core.ClosedJaxpr) -> list[jax.Array]:
     return evaluated(jaxpr, operands, lambda eqn: False, Chain.computed)
 
 
+def _of_some(jaxpr: core.ClosedJaxpr, operands: Sequence[Any], places: Sequence[int]) -> Callable[..., Any]:
+    """The function of the operands at some places. The others are constants."""
+
+    def function(*given: Any) -> list[jax.Array]:
+        return _each(*{**dict(enumerate(operands)), **dict(zip(places, given, strict=True))}.values(), jaxpr=jaxpr)
+
+    return function
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: core.ClosedJaxpr) -> tuple[Any, Any]:
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_moving(*moved: Any) -> list[jax.Array]:
-        return _each(*{**dict(enumerate(primals)), **dict(zip(moving, moved, strict=True))}.values(), jaxpr=jaxpr)
-
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return jax.jvp(_of_some(jaxpr, primals, moving), [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: core.ClosedJaxpr) -> tuple[Any, Any]:
@@ -116,13 +121,10 @@ def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: core.C
 def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: core.ClosedJaxpr) -> list[Any]:
     """The rule of a chain that is linear in the operands that are not known."""
     unknown = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-
-    def of_unknown(*given: Any) -> list[jax.Array]:
-        return _each(*{**dict(enumerate(operands)), **dict(zip(unknown, given, strict=True))}.values(), jaxpr=jaxpr)
-
     types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in (operands[i] for i in unknown)]
     given = [ad.instantiate_zeros(ct) for ct in cts]
-    found = dict(zip(unknown, jax.linear_transpose(of_unknown, *types)(given), strict=True))
+    transposed = jax.linear_transpose(_of_some(jaxpr, operands, unknown), *types)
+    found = dict(zip(unknown, transposed(given), strict=True))
     return [found.get(i) for i in range(len(operands))]
 
 

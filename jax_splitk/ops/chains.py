@@ -66,25 +66,33 @@ class Node:
         values.update(zip(self.results, out if eqn.primitive.multiple_results else [out], strict=True))
 
 
-@dataclasses.dataclass
 class Chain:
     """Products that are not computed yet.
 
     Attributes:
       nodes: the products, and views of their results.
-      later: what else depends on their results.
+      results: what these compute.
+      later: what else depends on the results.
+      later_results: what that computes.
     """
 
-    nodes: list[Node] = dataclasses.field(default_factory=list)
-    later: list[Node] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.results: set[int] = set()
+        self.later: list[Node] = []
+        self.later_results: set[int] = set()
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+        self.results.update(node.results)
+
+    def defer(self, node: Node) -> None:
+        self.later.append(node)
+        self.later_results.update(node.results)
 
     @property
     def products(self) -> list[Node]:
         return [node for node in self.nodes if node.is_product]
-
-    @property
-    def results(self) -> set[int]:
-        return _results(self.nodes)
 
     @property
     def operands(self) -> list[int]:
@@ -109,14 +117,10 @@ class Chain:
 
     def takes(self, product: Node) -> bool:
         """Whether the product may be the next one."""
-        results, after = self.results, _results(self.later)
-        if any(x in after or (x in results and x not in product.awaited) for x in product.operands):
+        awaited = product.awaited
+        if any(x in self.later_results or (x in self.results and x not in awaited) for x in product.operands):
             return False
         return sum(len(node.operands) + _BESIDES for node in (*self.products, product)) <= MOST_BUFFERS
-
-
-def _results(nodes: list[Node]) -> set[int]:
-    return {x for node in nodes for x in node.results}
 
 
 def evaluated(
@@ -148,18 +152,17 @@ def evaluated(
             node.compute(values)
 
     for node in nodes:
-        awaited, later = chain.results, _results(chain.later)
         if node.is_product and joins(node.eqn):
             if not chain.takes(node):
                 end()
-            chain.nodes.append(node)
+            chain.add(node)
         elif node.eqn.effects:
             end()
             node.compute(values)
-        elif any(x in later for x in node.operands):
-            chain.later.append(node)
-        elif any(x in awaited for x in node.operands):
-            (chain.nodes if node.is_view else chain.later).append(node)
+        elif any(x in chain.later_results for x in node.operands):
+            chain.defer(node)
+        elif any(x in chain.results for x in node.operands):
+            (chain.add if node.is_view else chain.defer)(node)
         else:
             node.compute(values)
     end()

@@ -9,8 +9,10 @@ from jax.extend import core
 
 from jax_splitk.kernels.base import cost_model
 from jax_splitk.ops import trace
+from jax_splitk.ops.chained import chain_p
+from jax_splitk.ops.chains import PRODUCTS
 from jax_splitk.ops.decision import Decision, decision, impossible
-from jax_splitk.ops.equations import walk
+from jax_splitk.ops.equations import inner, walk
 from jax_splitk.ops.explanation import Explanation
 from jax_splitk.ops.few_rows import copied_products, copy_bytes, options_of_copied
 from jax_splitk.ops.lax_convolutions import passes
@@ -100,7 +102,7 @@ def explain(
     decisions, equations = [d for d in found.values() if d is not None], list(walk(jaxpr))
     unrouted = routed(collections.Counter(left_to_lax(jaxpr)), target)
     silent = (op for op in operations if found[op] is None and isinstance(op.problem, ConvProblem))
-    notes = about_silent(sum(operations[op] for op in silent))
+    notes = about_silent(sum(operations[op] for op in silent)) + _about_chains(equations)
     names = ("conv_general_dilated", "conv_fprop", "conv_fprop_epilogue")
     convolutions = sum(eqn.primitive.name in names for eqn in equations)
     if convolutions and not any(isinstance(d.problem, ConvProblem) for d in (*decisions, *unrouted)):
@@ -149,6 +151,15 @@ def about_silent(count: int) -> tuple[str, ...]:
         f"{count} more {passes} of convolutions (forward or input gradient): lax's, as XLA is faster than our kernels."
     )
     return (said,) * (count > 0)
+
+
+def _about_chains(equations: Iterable[core.JaxprEqn]) -> tuple[str, ...]:
+    """A note that counts the products in chains; empty for none."""
+    sizes = [sum(each.primitive in PRODUCTS for each in walk(jaxpr))
+             for eqn in equations if eqn.primitive is chain_p for jaxpr in inner(eqn)]  # fmt: skip
+    chains = f"{len(sizes)} chain{'s' * (len(sizes) > 1)}"
+    said = f"{sum(sizes)} products are in {chains}: neighbours whose kernel is quantized_stream's are one custom call."
+    return (said,) * bool(sizes)
 
 
 def left_to_lax(jaxpr: core.Jaxpr) -> Iterator[Problem]:

@@ -157,6 +157,39 @@ def test_arguments_by_name_trees_and_constants() -> None:
     equal(jax.jit(lambda w, x: chained(lambda x: block(w, x, x))(x))(w, x), jax.jit(block)(w, x, x))
 
 
+@jax.custom_vjp
+def halved(x: jax.Array) -> jax.Array:
+    return x / 2
+
+
+halved.defvjp(lambda x: (x / 2, None), lambda _, ct: (ct / 2,))
+
+
+def test_other_operations_of_the_function() -> None:
+    """Loops, conditionals, functions with rules of their own and callbacks, before, between and after products."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def function(w: Weights, x: jax.Array) -> Any:
+        x = lax.cond(x[0, 0] > 0, lambda x: x + 1, lambda x: x - 1, halved(x))
+        y = quantized_matmul(x, w["o"])
+        z = lax.while_loop(lambda y: jnp.max(y) > 1, lambda y: y / 2, y)
+        y = quantized_matmul(jax.nn.softmax(y), w["o"], residual=y)
+        y = jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(y)
+        y = jax.checkpoint(lambda y: quantized_matmul(jnp.sin(y), w["o"]))(y)
+        type_of = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        y = jax.pure_callback(lambda y: y, type_of, quantized_matmul(y, w["o"]))
+        return halved(y), z, lax.top_k(y, 2)
+
+    operands = weights(), normal(2, K)
+    equal(jax.jit(chained(function))(*operands), jax.jit(function)(*operands))
+    gradients = [jax.grad(lambda x, each=each: loss(each)(operands[0], x)) for each in (chained(smooth), smooth)]
+    equal(*[each(operands[1]) for each in gradients])
+
+
+def smooth(w: Weights, x: jax.Array) -> jax.Array:
+    return halved(quantized_matmul(quantized_matmul(halved(x), w["o"]), w["o"]))
+
+
 # ---- transformations -------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +237,8 @@ def test_explain_and_tune_see_the_products() -> None:
     one, other = (jax_splitk.explain(each, *operands, platform="cuda") for each in (block, chained(block)))
     assert [d.problem for d in one.decisions] == [d.problem for d in other.decisions]
     assert [d.config for d in one.decisions] == [d.config for d in other.decisions]
+    (note,) = set(other.notes) - set(one.notes)
+    assert note.startswith("4 products are in 1 chain: ")
 
 
 # ---- the custom call -------------------------------------------------------------------------------------------------
