@@ -101,18 +101,19 @@ def _in_chain(problem: Problem, target: Target, options: Options, *, measure: bo
     """The choice for a product of a chain: that for the product alone, unless its kernel cannot be chained and one that
     can be takes hardly longer."""
     choice = select(problem, target, dataclasses.replace(options, chained=False), measure=measure, final=final)
-    us, family = choice.times.us, choice.family
-    if family is None or options.explicit or us is None or can_be_chained(family):
+    family = choice.family
+    if family is None or options.explicit or can_be_chained(family):
         return choice
+    us, xla_us = choice.times.us, choice.times.xla_us
     for other in filter(can_be_chained, serving(choice.problem, target)):
         configs = other.candidates(choice.problem, target)
-        best = other.by_estimate(choice.problem, configs, target)[0]
-        other_us = 1e6 * other.estimate(choice.problem, best, target)
-        times = functools.partial(Times, other_us, choice.times.xla_us, predicted=True)
-        because = f"{family.name} cannot be chained"
-        found = dataclasses.replace(choice, candidate=Candidate(other, best), because=because, read_times=times)
-        if other_us <= us + CHAINED_US and not (final and without_code(found, target)):
-            return found
+        for best in other.by_estimate(choice.problem, configs, target)[:1]:
+            other_us = 1e6 * other.estimate(choice.problem, best, target)
+            times = functools.partial(Times, other_us, xla_us, predicted=True)
+            because = f"{family.name} cannot be chained"
+            found = dataclasses.replace(choice, candidate=Candidate(other, best), because=because, read_times=times)
+            if us is not None and other_us <= us + CHAINED_US and not (final and without_code(found, target)):
+                return found
     return choice
 
 
