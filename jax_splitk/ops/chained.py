@@ -137,7 +137,12 @@ def _jitted(jaxpr: core.ClosedJaxpr) -> Callable[..., Any]:
     return jax.jit(functools.partial(chain_p.bind, jaxpr=jaxpr))
 
 
-chain_p.def_impl(lambda *operands, jaxpr: _jitted(jaxpr)(*operands))
+def _outside_jit(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
+    with jax.disable_jit(False):  # else jit would call this again, for ever
+        return _jitted(jaxpr)(*operands)
+
+
+chain_p.def_impl(_outside_jit)
 chain_p.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
 ad.primitive_jvps[chain_p] = _jvp
 ad.primitive_transposes[chain_p] = _transpose

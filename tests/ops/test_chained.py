@@ -221,6 +221,21 @@ def test_checkpoint_and_linear_transpose() -> None:
     equal(*[jax.linear_transpose(each, x)(x) for each in (chained(two), two)])
 
 
+@pytest.mark.parametrize(("flag", "value"), [
+    ("jax_enable_checks", True), ("jax_check_tracer_leaks", True), ("jax_debug_nans", True), ("jax_disable_jit", True),
+    ("jax_enable_x64", True), ("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise"),
+])  # fmt: skip
+def test_debugging_flags_and_strict_modes(flag: str, value: Any) -> None:
+    w, x = weights(), normal(2, K)
+    expected, before = block(w, x, x), getattr(jax.config, flag)
+    jax.config.update(flag, value)
+    try:
+        equal(chained(block)(w, x, x), expected)
+        equal(jax.jit(chained(block))(w, x, x), expected)
+    finally:
+        jax.config.update(flag, before)
+
+
 def test_several_devices() -> None:
     """XLA's partitioner divides products, not chains. In shard_map each device has a chain."""
     w, x = weights(), normal(4, K)
