@@ -51,12 +51,12 @@ def chained(function: Callable[_P, _R], /) -> Callable[_P, _R]:
     The same kernels give the same bits as without `chained`. Calls of `quantized_matmul`, and what becomes one of them
     (the layers of this package, `quantized_einsum`), are chained if they have at most 64 rows and their kernel is of
     the family `quantized_stream`. Where another family's kernel is at most 1.5 us faster, `quantized_stream` serves in
-    a chain. The activations and the residual of a product may be results of the chain, reshaped or not. Other operations
-    on results of the chain run after it, or end it if the next product needs them. Products inside of loops,
+    a chain. The activations and the residual of a product may be results of the chain, reshaped or not. Other
+    operations on results of the chain run after it, or end it if the next product needs them. Products inside of loops,
     conditionals and functions of `jax.checkpoint` are not chained, unless `chained` is applied inside.
 
-    Derivatives, and `vmap` of the chained function, compute each product by itself; apply `chained` to the mapped
-    function instead. So does a program that XLA divides among devices. Inside of `shard_map` products are chained.
+    Derivatives, `vmap` of the chained function, and programs that XLA divides among devices compute each product by
+    itself. The mapped function can be chained instead (`chained(jax.vmap(f))`), and a function inside of `shard_map`.
 
     Args:
       function: a function of arrays, and of pytrees of arrays.
