@@ -111,7 +111,8 @@ ffi::Error Prepare(ffi::Span<const int64_t> words, std::string_view code, ffi::S
     const std::string& name = state->plan.kernels[launch.kernel];
     const size_t image = state->plan.images[launch.kernel];
     if (image >= libraries.size())
-      return Invalid(Text("kernel '", name, "' is in code ", image, " of ", libraries.size()));
+      return Invalid(
+          Text("kernel '", name, "' is in machine code ", image + 1, "; there are ", libraries.size()));
     if (CUresult r = driver->library_get_kernel(&kernel, libraries[image], name.c_str())) {
       return CudaError(*driver, "kernel '" + name + "' not found", r);
     }
@@ -134,8 +135,8 @@ ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(ffi::Dictionary attrs) {
   }
   auto state = std::make_unique<LaunchState>();
   std::string_view images(reinterpret_cast<const char*>(code->begin()), code->size());
-  const auto one = ffi::Span<const int64_t>();
-  if (ffi::Error error = Prepare(*words, images, sizes ? *sizes : one, *kernels, state.get());
+  const auto none = ffi::Span<const int64_t>();
+  if (ffi::Error error = Prepare(*words, images, sizes ? *sizes : none, *kernels, state.get());
       error.failure())
     return ffi::Unexpected(error);
   return state;

@@ -160,9 +160,8 @@ def random_epilogue(rng: np.random.Generator) -> Case:
     """Any format, sizes, dtypes and epilogue whose results are exact on integers."""
     draw = lambda *values: values[int(rng.integers(len(values)))]  # noqa: E731
     x_dtype = draw("bfloat16", "float16", E4M3)
-    out_dtype = draw(
-        "bfloat16", "float16", *["float32"][: x_dtype != E4M3]
-    )  # no set: its order differs in each process
+    wide = () if x_dtype == E4M3 else ("float32",)
+    out_dtype = draw("bfloat16", "float16", *wide)  # not from a set, whose order differs in each process
     activation = draw("none", "relu", "silu", "gelu", "gelu_exact", *GATED)
     if activation == "swigluoai" and out_dtype == "float32":
         out_dtype = "bfloat16"  # its sigmoid of 7 is not 1 in float32

@@ -135,7 +135,7 @@ def test_each_kernel_is_looked_for_in_its_own_machine_code(tmp_path: pathlib.Pat
         ((ELF, ELF), "present,present"): "",  # both in the first one
         ((ELF, "text"), "present;present"): text.format(4),
         ((ELF, ELF), "present;absent"): "jax_splitk_launch: kernel 'absent' not found: unknown error (CUresult 500)",
-        ((ELF,), "present;present"): "jax_splitk_launch: kernel 'present' is in code 1 of 1",
+        ((ELF,), "present;present"): "jax_splitk_launch: kernel 'present' is in machine code 2; there are 1",
     }
     given = [("8,128,12", words, list(codes), names) for codes, names in calls]
     assert refusals(tmp_path, given) == [*calls.values(), ""]
