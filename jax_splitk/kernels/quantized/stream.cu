@@ -364,9 +364,36 @@ __device__ inline float4 normalized([[maybe_unused]] const Block& block, [[maybe
   return sums;
 }
 
+constexpr int THREAD_ITEMS =
+    (PART_ITEMS + EPILOGUE_THREADS - 1) / EPILOGUE_THREADS;  // that a thread finishes
 #if EPILOGUE
+// Whether the residual is loaded while the sums are computed. After them its latency would be the kernel's
+// end.
+constexpr bool RESIDUAL_EARLY = CLUSTER > 1 && FOURS&& RESIDUAL_TYPE >= 0 && !GATED && THREAD_ITEMS <= 2;
+constexpr int LOADED_ITEMS = RESIDUAL_EARLY ? THREAD_ITEMS : 1;
+
+// The residual of what a thread finishes of a row tile.
+struct Loaded {
+  Vec<Residual, 4> items[LOADED_ITEMS];
+};
+
+__device__ inline Loaded load_early(const Block& block, const Destination& to, int thread, int tile) {
+  const Args& g = block.g;
+  Loaded loaded{};
+#pragma unroll
+  for (int i = 0; RESIDUAL_EARLY && i < THREAD_ITEMS; ++i) {
+    const int item = i * EPILOGUE_THREADS + thread, n = block.rank * PART_ROWS + item / 16;
+    const int feature = tile * 64 + item % 16 * 4;
+    if (item >= PART_ITEMS || n >= g.rows || feature >= g.features) continue;
+    const Residual* from = to.epilogue.residual + uint32_t(n * g.features + feature);
+    loaded.items[i] = *reinterpret_cast<const Vec<Residual, 4>*>(from);
+  }
+  return loaded;
+}
+
 // The epilogue's results of four features of one row; each 16 lanes have a row.
-__device__ inline void store(const Args& g, const Destination result, int n, int feature, float4 value) {
+__device__ inline void store(const Args& g, const Destination result, int n, int feature, float4 value,
+                             [[maybe_unused]] const Vec<Residual, 4>& residual) {
   const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
   const Epilogue& epilogue = result.epilogue;
   if constexpr (GATED) {
@@ -393,7 +420,9 @@ __device__ inline void store(const Args& g, const Destination result, int n, int
   } else {
     if (n >= g.rows) return;
     Output* to = result.out + uint32_t(n * g.features + feature);
-    if constexpr (FOURS) {
+    if constexpr (RESIDUAL_EARLY) {
+      if (feature < g.features) epilogue.store(residual, to, n, feature, values);
+    } else if constexpr (FOURS) {
       if (feature < g.features) epilogue.store(result.out, to, n, feature, values);
     } else {
 #pragma unroll
@@ -405,8 +434,15 @@ __device__ inline void store(const Args& g, const Destination result, int n, int
   }
 }
 #else
+constexpr int LOADED_ITEMS = 1;
+struct Loaded {
+  int items[LOADED_ITEMS];
+};
+
+__device__ inline Loaded load_early(const Block&, const Destination&, int, int) { return {}; }
+
 // Four features of one row of the result.
-__device__ inline void store(const Args& g, Output* out, int n, int feature, float4 value) {
+__device__ inline void store(const Args& g, Output* out, int n, int feature, float4 value, int) {
   if (n >= g.rows) return;
   const float values[4] = {value.x * FACTOR, value.y * FACTOR, value.z * FACTOR, value.w * FACTOR};
   Output* to = out + uint32_t(n * g.features + feature);
@@ -424,8 +460,8 @@ __device__ inline void store(const Args& g, Output* out, int n, int feature, flo
 
 // Adds what the cluster's blocks sent for this block's rows of the result, and tells them that the inbox is
 // free if they will use it again: a block that has sent its last sums may have ended.
-__device__ inline void finish(const Block& block, const Destination out, int thread, int count, int tile,
-                              bool again) {
+__device__ inline void finish(const Block& block, const Destination out, const Loaded& loaded, int thread,
+                              int count, int tile, bool again) {
   const int inbox = count % 2;
   Signals& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
@@ -440,7 +476,7 @@ __device__ inline void finish(const Block& block, const Destination out, int thr
 #pragma unroll
     for (int s = 1; s < CLUSTER; ++s) add(sum, from[s * PART_ITEMS]);
     store(block.g, out, block.rank * PART_ROWS + item / 16, tile * 64 + item % 16 * 4,
-          normalized(block, item / 16, sum));
+          normalized(block, item / 16, sum), loaded.items[i / EPILOGUE_THREADS % LOADED_ITEMS]);
   }
   __syncwarp();
   if (again && thread % 32 < CLUSTER) Barrier::arrive(&barriers.free.at[inbox], thread % 32);
@@ -455,10 +491,12 @@ __device__ inline void add_up(const Block& block, const Destination out) {
   constexpr unsigned TURNS = TILE_N == 16 ? 3 : 2;  // whose loads are under way together
   const unsigned thread = threadIdx.x - CONSUMERS, column = thread % 16 * 4;
   const float* sums = reinterpret_cast<const float*>(block.smem + SUMS_AT) + column;
+  Loaded loaded{}, next{};
 #pragma unroll 1
   for (int count = 0, tile = block.cluster;; ++count, tile += block.clusters) {
     const bool more = tile < g.feature_tiles;
     if (more) {
+      next = load_early(block, out, thread, tile);
       [[maybe_unused]] const int inbox = count % 2;
       if constexpr (CLUSTER > 1) {
         const int squares = count == 0 ? SQUARES_BYTES : 0;
@@ -487,7 +525,7 @@ __device__ inline void add_up(const Block& block, const Destination out) {
           const unsigned n = first + turn * ROWS + thread / 16;
           if (n >= TILE_N) continue;
           if constexpr (CLUSTER == 1) {
-            store(g, out, n, tile * 64 + column, normalized(block, n, sum[turn]));
+            store(g, out, n, tile * 64 + column, normalized(block, n, sum[turn]), next.items[0]);
           } else {
             const unsigned owner = n / PART_ROWS, row = block.rank * PART_ROWS + n % PART_ROWS;
             const uint32_t to =
@@ -503,9 +541,10 @@ __device__ inline void add_up(const Block& block, const Destination out) {
     if (CLUSTER > 1 && count) {
       const int previous = tile - block.clusters;
       const bool again = previous + INBOXES * block.clusters < g.feature_tiles;
-      finish(block, out, thread, count - 1, previous, again);
+      finish(block, out, loaded, thread, count - 1, previous, again);
     }
     if (!more) return;
+    loaded = next;
   }
 }
 
