@@ -5,8 +5,9 @@ python -m benchmarks.decode [--layers N] [--rows N ...] [--[no-]scan] [--only NA
 
 Contestants: XLA's bfloat16 and fp8 products, and jax_splitk's bfloat16, fp8 and int4 products; and the int4 weights in
 fewer and larger products: q, k and v are one, gate and up are one with the gated activation behind it, the products
-normalize x and add residuals. Each product is a custom call, or those between two attentions are one. Under `lax.scan`
-XLA's bfloat16 product also runs with options with which XLA may read the stack in place.
+normalize x and add residuals. Each product is a custom call, or those between two attentions are one; then a step of
+`lax.scan` ends with the next layer's q, k and v. Under `lax.scan` XLA's bfloat16 product also runs with options with
+which XLA may read the stack in place.
 """
 
 import argparse
@@ -165,6 +166,14 @@ def _stacked(layers: list[Layer]) -> Layer:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
+@jax.jit
+def _stacked_behind_attention(layers: list[Layer]) -> dict[str, Any]:
+    """The weights of `scan_behind_attention`."""
+    following = [*layers[1:], layers[0]]
+    steps = [{**layer, "qkv": after["qkv"]} for layer, after in zip(layers, following, strict=True)]
+    return {"first": layers[0]["qkv"], "steps": _stacked(steps)}
+
+
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +200,28 @@ def fused_layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: La
     return multiply(y, layer["down"], residual=x)
 
 
+def scan_behind_attention(
+    sizes: Sizes, multiply: Callable[..., jax.Array], weights: dict[str, Any], x: jax.Array
+) -> jax.Array:
+    """The fused layers under `lax.scan`, each step of which ends with the next layer's q, k and v: so the products
+    between two attentions are one chain. The last step's q, k and v are not used."""
+    heads, kv = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+
+    @jax_splitk.chained
+    def products(attended: jax.Array, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array]:
+        x = multiply(attended, layer["o"], residual=x)
+        y = multiply(x, layer["gate_up"], norm_epsilon=EPSILON, activation="swiglu")
+        x = multiply(y, layer["down"], residual=x)
+        return x, multiply(x, layer["qkv"], norm_epsilon=EPSILON)
+
+    def layer_after(carry: tuple[jax.Array, jax.Array], layer: Layer) -> tuple[tuple[jax.Array, jax.Array], None]:
+        x, qkv = carry
+        return products(_attention(sizes, *jnp.split(qkv, (heads, heads + kv), axis=-1)), x, layer), None
+
+    qkv = multiply(x, weights["first"], norm_epsilon=EPSILON)
+    return lax.scan(layer_after, (x, qkv), weights["steps"])[0][0]
+
+
 def _attention(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     rows, heads = q.shape[0], (sizes.kv_heads, sizes.heads // sizes.kv_heads)
     q = q.reshape(rows, *heads, sizes.head)
@@ -204,9 +235,7 @@ def decode(sizes: Sizes, contestant: Contestant, scan: bool, tokens: int, layers
     for that result, but differences between formats do not grow from token to token."""
 
     step = functools.partial(fused_layer_step if contestant.joined else layer_step, sizes, contestant.multiply)
-    chained: Any = jax_splitk.chained if contestant.chained else lambda function: function
 
-    @chained
     def unrolled(layers: list[Layer], hidden: jax.Array) -> jax.Array:
         for layer in layers:
             hidden = step(layer, hidden)
@@ -214,10 +243,12 @@ def decode(sizes: Sizes, contestant: Contestant, scan: bool, tokens: int, layers
 
     def token(_: Any, last: jax.Array) -> jax.Array:
         hidden = x + last * jnp.bfloat16(2**-8)
-        if scan:
-            hidden, _ = lax.scan(lambda h, layer: (chained(step)(layer, h), None), hidden, layers)
+        if scan and contestant.chained:
+            hidden = scan_behind_attention(sizes, contestant.multiply, layers, hidden)
+        elif scan:
+            hidden, _ = lax.scan(lambda h, layer: (step(layer, h), None), hidden, layers)
         else:
-            hidden = unrolled(layers, hidden)
+            hidden = (jax_splitk.chained(unrolled) if contestant.chained else unrolled)(layers, hidden)
         return _normalized(hidden)
 
     return lax.fori_loop(0, tokens, token, jnp.zeros_like(x))
@@ -293,7 +324,7 @@ def _stored_weights(options: argparse.Namespace) -> dict[tuple[str, bool], Any]:
     sizes = SMALL if options.quick else LLAMA_8B
     scans = (False, True) if options.scan is None else (options.scan,)
     formats: dict[Any, list[Layer]] = {}
-    stacks: dict[Any, Layer] = {}
+    stacks: dict[Any, Any] = {}
     found: dict[tuple[str, bool], Any] = {}
     for name, scan in itertools.product(options.only, scans):
         contestant = CONTESTANTS[name]
@@ -301,10 +332,11 @@ def _stored_weights(options: argparse.Namespace) -> dict[tuple[str, bool], Any]:
         if stored not in formats:
             layers = weights(sizes, options.layers, contestant.convert)
             formats[stored] = [_joined(layer) for layer in layers] if contestant.joined else layers
-        if scan and stored not in stacks:
-            stacks[stored] = _stacked(formats[stored])
+        stack = _stacked_behind_attention if contestant.chained else _stacked
+        if scan and (stored, stack) not in stacks:
+            stacks[stored, stack] = stack(formats[stored])
         if scan or not contestant.scan_only:
-            found[name, scan] = (stacks if scan else formats)[stored]
+            found[name, scan] = stacks[stored, stack] if scan else formats[stored]
     return found
 
 

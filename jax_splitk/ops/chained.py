@@ -172,7 +172,8 @@ def _lowered_for_cuda(ctx: Any, *operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
             return chain.computed(operands)
         for eqn in eqns:
             announce(*kernel(eqn)[1:])
-        return execute.call_joined(custom_call, [eqn.outvars[0].aval for eqn in eqns], *operands)
+        results = [eqn.outvars[0].aval for eqn in eqns]
+        return execute.call_joined(custom_call, results, *operands, replaced=chain.replaced())
 
     def function(*operands: Any) -> Any:
         return evaluated(jaxpr, operands, lambda eqn: kernel(eqn) is not None, joined)

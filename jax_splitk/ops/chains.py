@@ -42,13 +42,18 @@ class Node:
         return self.eqn.primitive.name in _VIEWS
 
     @property
-    def awaited(self) -> set[int]:
+    def residual(self) -> int | None:
+        """The residual of a product, None without one."""
+        call = call_of(self.eqn)
+        if not isinstance(call, EpilogueCall) or not call.residual:
+            return None
+        return self.operands[len(call.own(self.operands)) + call.bias]
+
+    @property
+    def awaited(self) -> set[int | None]:
         """The operands of a product for which its kernel waits: its activations and its residual. It loads the others
         while the kernel before it still runs."""
-        call, found = call_of(self.eqn), {self.operands[0]}
-        if isinstance(call, EpilogueCall) and call.residual:
-            found.add(self.operands[len(call.own(self.operands)) + call.bias])
-        return found
+        return {self.operands[0], self.residual}
 
     def compute(self, values: dict[int, Any], *, chained: bool = False) -> None:
         """Adds the results to the values.
@@ -108,6 +113,24 @@ class Chain:
             found[node.results[0]] = next(products) if node.is_product else found[node.operands[0]]
         return found
 
+    def replaced(self) -> dict[int, int]:
+        """Operands of the chain whose memory a result takes: the place of each among the operands, and the product.
+
+        A residual from outside gives its memory to the last result of its type, if nobody reads it when that is stored.
+        Where it is the activations of a loop, which the chain replaces, XLA need not copy them.
+        """
+        products, found = self.products, {}
+        for i, node in enumerate(products):
+            if (residual := node.residual) is None or residual in self.results:
+                continue
+            readers = [j for j, each in enumerate(products) if residual in each.operands]
+            kind = _type_of(node.eqn.outvars[0])
+            free = [j for j in range(max(readers) + 1, len(products)) if _type_of(products[j].eqn.outvars[0]) == kind]
+            free = [j for j in free if j not in found.values()]
+            if readers == [i] and free:
+                found[self.operands.index(residual)] = free[-1]
+        return found
+
     def computed(self, operands: Sequence[Any], *, chained: bool = False) -> list[jax.Array]:
         """The products' results, by an equation each."""
         values = dict(zip(self.operands, operands, strict=True))
@@ -121,6 +144,11 @@ class Chain:
         if any(x in self.later_results or (x in self.results and x not in awaited) for x in product.operands):
             return False
         return sum(len(node.operands) + _BESIDES for node in (*self.products, product)) <= MOST_BUFFERS
+
+
+def _type_of(x: core.Var) -> tuple[tuple[int, ...], Any]:
+    aval: Any = x.aval
+    return aval.shape, aval.dtype
 
 
 def evaluated(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -32,10 +32,16 @@ _custom_call_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """The parameter of the primitive. It is equal only to itself, so that nothing compares or hashes machine code."""
+    """The parameter of the primitive. It is equal only to itself, so that nothing compares or hashes machine code.
+
+    Attributes:
+      results: their types.
+      replaced: operands whose memory a result takes, by their numbers. XLA copies an operand that is read later.
+    """
 
     custom_call: CustomCall
     results: Sequence[Any]
+    replaced: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 def call(custom_call: CustomCall, problem: Result, *operands: jax.Array) -> jax.Array:
@@ -50,10 +56,13 @@ def call(custom_call: CustomCall, problem: Result, *operands: jax.Array) -> jax.
     return result if around is None else around.after(result)
 
 
-def call_joined(custom_call: CustomCall, results: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
-    """The results, of the given types, of a custom call of several plans (`joined_plan.py`)."""
+def call_joined(
+    custom_call: CustomCall, results: Sequence[Any], *operands: jax.Array, replaced: Mapping[int, int]
+) -> list[jax.Array]:
+    """The results, of the given types, of a custom call of several plans (`joined_plan.py`). `replaced`: operands whose
+    memory a result takes."""
     types = [*results, _compat.like(results[0], (custom_call.workspace_bytes,), np.uint8)]
-    return _custom_call_p.bind(*operands, call=_Call(custom_call, types))[:-1]
+    return _custom_call_p.bind(*operands, call=_Call(custom_call, types, replaced))[:-1]
 
 
 def lower(ctx: Any, custom_call: CustomCall, problem: Result, operands: Sequence[Any]) -> list[Any]:
@@ -67,7 +76,8 @@ def lower(ctx: Any, custom_call: CustomCall, problem: Result, operands: Sequence
 def _lowered(ctx: Any, *operands: Any, call: _Call) -> list[Any]:
     custom_call = call.custom_call
     with _compat.location(ctx, custom_call.name):
-        return list(jax.ffi.ffi_lowering(custom_call.target)(ctx, *operands, **custom_call.attributes))
+        lowering = jax.ffi.ffi_lowering(custom_call.target, operand_output_aliases=dict(call.replaced) or None)
+        return list(lowering(ctx, *operands, **custom_call.attributes))
 
 
 _custom_call_p.def_abstract_eval(lambda *avals, call: call.results)
