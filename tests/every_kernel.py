@@ -773,6 +773,16 @@ def _stream() -> Iterator[Run]:
         (products.Case(9, 256, 72, "uint4", 64, "own", E8M0, channel=True, residual="bfloat16"), 16, 1, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, 1, 1, 3, cluster, clusters), case)
+    # x comes again for each row tile. Its places are more than stages of k, and fewer.
+    for case, tile_n, warpgroups, tiles, cluster, clusters in (
+        (products.Case(40, 2048, 136), 64, 1, 2, 1, 1),
+        (products.Case(33, 3840, 72, E4M3, 64, x_dtype=E4M3), 64, 1, 1, 1, 1),
+        (products.Case(50, 4096, 136, "uint4", 64, "own", residual="bfloat16"), 64, 2, 1, 2, 1),
+        (products.Case(17, 4096, 72, "nf4", 64), 32, 1, 4, 1, 2),
+    ):
+        config = stream.Config(tile_n, warpgroups, tiles, 3, cluster, clusters)
+        assert stream.memory(case.problem, config).x_slots
+        yield Run(stream.FAMILY, case.problem, config, case)
     # Chained: k that ends within a stage, x that TMA does not load, x that is reordered, and fewer stages of k than
     # those that are loaded early.
     for case, tile_n, warpgroups, cluster, clusters in (
@@ -781,6 +791,7 @@ def _stream() -> Iterator[Run]:
         (products.Case(2, 1001, 65, "nf4", 1001, scale_dtype="float32"), 8, 2, 2, 2),
         (products.Case(20, 512, 72, E4M3, 64, x_dtype=E4M3), 32, 2, 1, 1),
         (products.Case(2, 64, 40, norm="one", bias="bfloat16"), 8, 1, 1, 1),
+        (products.Case(40, 4096, 136, residual="bfloat16"), 64, 1, 2, 1),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, warpgroups, 1, 3, cluster, clusters), case, True)
 

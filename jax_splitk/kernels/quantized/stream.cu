@@ -15,6 +15,10 @@
 // tiles of X when it first meets them, or all reorder what they load. The tensor cores' sums of e4m3, which
 // are short, are never longer than those 64 k.
 //
+// Where a block's slice of X does not fit beside a deep pipeline, X comes again with the stages of each row
+// tile, to X_SLOTS places in turn. There are more of them than stages, so that nobody reads a place any more
+// when its next stage may be filled.
+//
 // Activations that are to be normalized are multiplied by their scale when the consumers first meet them, and
 // the sums by the inverse of the root of their mean square (norm.cuh).
 //
@@ -42,7 +46,7 @@
 // else by the consumers' loads), WHOLE (k is a multiple of a stage's), FOURS (m is a multiple of 4), GROUP
 // (0: per channel), SCALE_TYPE, ZERO_TYPE, CHANNEL_SCALE (scales.cuh), OUT (output.cuh), those of
 // epilogue.cuh and norm.cuh, TABLE (NormalFloat4 by look-ups in shared memory), CHAINED, TILE_N (rows of X),
-// WARPGROUPS, TILES, STAGES, CLUSTER.
+// WARPGROUPS, TILES, STAGES, CLUSTER, X_SLOTS (0: X stays for all row tiles).
 
 #include "device/epilogue.cuh"
 #include "device/skeleton.cuh"
@@ -52,6 +56,7 @@
 #include "structs.cuh"
 
 static_assert(!E4M3_PRODUCTS || (X_E4M3 && ZERO_TYPE == NONE), "what e4m3 products can compute");
+static_assert(!X_SLOTS || (X_SLOTS > STAGES && X_TMA && WHOLE && !NORM), "what can come again");
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3;
 constexpr int EPILOGUE_THREADS = 32 * EPILOGUE_WARPS;
@@ -88,6 +93,7 @@ constexpr int NORM_AT = TABLE_AT + TABLE_BYTES, NORM_BYTES = NORM ? 768 : 0;
 constexpr int X_AT = (NORM_AT + NORM_BYTES + 1023) / 1024 * 1024;
 constexpr int SQUARES_BYTES = NORM ? CLUSTER * PART_ROWS * 16 : 0;        // that a block gets (norm.cuh)
 constexpr int X_ROW = E4M3_PRODUCTS ? 64 : 128, X_TILE = TILE_N * X_ROW;  // bytes of 64 k
+constexpr int X_STAGE = STAGE_TILES * X_TILE;                             // bytes of a stage's k
 constexpr int X_BOX = E4M3_PRODUCTS ? 32 : 64;  // elements of the tensor map, which has pairs of e4m3
 
 struct Signals {
@@ -154,8 +160,9 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
   if (WHOLE && !leader) return;
   Position at;
   bool first = X_TMA;
-  [[maybe_unused]] const auto copy_x = [&](int number, uint64_t* full) {
-    uint8_t* x = block.smem + X_AT + number * STAGE_TILES * X_TILE;
+  [[maybe_unused]] int slot = 0;
+  [[maybe_unused]] const auto copy_x = [&](int number, int place, uint64_t* full) {
+    uint8_t* x = block.smem + X_AT + place * X_STAGE;
     const int tiles = (block.first + number) * STAGE_TILES, lane = threadIdx.x % 32;
     if constexpr (WHOLE) {
       load_tile(x_map, full, HINT, x, 0, 0, tiles);
@@ -174,7 +181,7 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
       if (WHOLE || leader) {
         uint8_t* stage = block.smem + at.stage * STAGE_BYTES;
         barriers.pipeline.wait_empty(at);
-        int bytes = STAGE_BYTES + (first ? STAGE_TILES * X_TILE : 0);
+        int bytes = STAGE_BYTES + (first || X_SLOTS ? X_STAGE : 0);
 #if NORM
         const bool with_scale = first && s == block.first;
         if (with_scale) bytes += scale_bytes(block);
@@ -193,17 +200,18 @@ __device__ inline void produce(const Block& block, const TensorMap* x_map, const
         if (with_scale) copy_scale(block, norm_scale, full);
 #endif
       }
-      if (first) {
+      if (first || X_SLOTS) {
         if (!WHOLE) __syncwarp();
-        const int number = s - block.first;
+        const int number = s - block.first, place = X_SLOTS ? slot : number;
+        if (X_SLOTS && ++slot == X_SLOTS) slot = 0;
 #if CHAINED
-        if (number < last_early) continue;
-        if (number == last_early) {
+        if (first && number < last_early) continue;
+        if (first && number == last_early) {
           wait_on_dependent_grids();
-          for (int i = 0; i < last_early; ++i) copy_x(i, &barriers.pipeline.full[i]);
+          for (int i = 0; i < last_early; ++i) copy_x(i, i, &barriers.pipeline.full[i]);
         }
 #endif
-        copy_x(number, full);
+        copy_x(number, place, full);
       }
     }
   }
@@ -581,6 +589,8 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
 #if NORM
   RowSquares squares{};
 #endif
+  uint64_t x = x_start;
+  [[maybe_unused]] int slot = 0;
   for (int tile = block.cluster; tile < g.feature_tiles; tile += block.clusters) {
     Accumulator acc{};
     float2 channel_scale{}, channel_zero{};
@@ -595,14 +605,14 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
       if constexpr (X_SUMS)
         channel_zero = load_pair<ZERO_TYPE>(zeros + (int64_t(tile) * 64 + rows) * ZERO_ITEM);
     }
-    uint64_t x = x_start;
+    if constexpr (!X_SLOTS) x = x_start;
     uint32_t stage = 0;
     const auto begin_stage = [&](int s) {
       stage = pipeline + at.stage * STAGE_BYTES;
       barriers.pipeline.wait_full(at);
-      if (E4M3_PRODUCTS && X_TMA && tile == block.cluster) {
-        reorder_tiles(smem + X_AT + ((s - block.first) * STAGE_TILES + warpgroup * TILES) * X_TILE,
-                      warpgroup);
+      if (E4M3_PRODUCTS && X_TMA && (X_SLOTS || tile == block.cluster)) {
+        const int place = X_SLOTS ? slot : s - block.first;
+        reorder_tiles(smem + X_AT + place * X_STAGE + warpgroup * TILES * X_TILE, warpgroup);
       }
 #if NORM
       if (tile == block.cluster) scale_tiles(block, s, warpgroup, squares);
@@ -640,7 +650,8 @@ __device__ inline void consume(const Block& block, const uint8_t* scales, const 
         __syncwarp();
         if (id == 0) barriers.pipeline.release(at.stage);
         at.advance(STAGES);
-        x += STAGE_TILES * X_TILE >> 4;
+        x += X_STAGE >> 4;
+        if (X_SLOTS && ++slot == X_SLOTS) slot = 0, x = x_start;
         if (s + 1 < block.last) begin_stage(s + 1);
       } else if (AHEAD && part == TILE_GROUPS - 1) {
         load_words(stage + lane.words + (t + 1) * WORDS_BYTES, words);

@@ -93,22 +93,40 @@ def stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     return dequantize.weight_bytes(p, TILE, stage_tiles(config) * TILE)
 
 
-def has_table(p: QuantizedMatmulProblem, config: Config) -> bool:
-    """Whether codes of nf4 are looked up in shared memory, where it has room (TABLE in the device code)."""
-    return p.qtype == "nf4" and _shared_bytes(p, config, _TABLE_BYTES) <= SHARED_BYTES
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a kernel has in shared memory.
+
+    Attributes:
+      table: whether codes of nf4 are looked up there (TABLE in the device code).
+      x_slots: 0 if a thread block's slice of x stays for all its row tiles. Else so many stages of x (X_SLOTS in the
+        device code), which come again for each row tile.
+      bytes: of all of it.
+    """
+
+    table: bool
+    x_slots: int
+    bytes: int
 
 
-def shared_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
-    return _shared_bytes(p, config, _TABLE_BYTES if has_table(p, config) else 0)
+def memory(p: QuantizedMatmulProblem, config: Config) -> Memory:
+    """The first of these that fits: x stays, with a table and without one; it comes again, with a table and without."""
+    slots = (0, config.stages + 1) if _may_come_again(p, config) else (0,)
+    tables = (True, False) if p.qtype == "nf4" else (False,)
+    ways = [Memory(table, each, _bytes(p, config, table, each)) for each in slots for table in tables]
+    return next((way for way in ways if way.bytes <= SHARED_BYTES), ways[-1])
 
 
-def _shared_bytes(p: QuantizedMatmulProblem, config: Config, table: int) -> int:
-    """Bytes of the pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, the table of nf4, and the
-    slice of x."""
+def _may_come_again(p: QuantizedMatmulProblem, config: Config) -> bool:
+    return _by_tma(p) and _whole_stages(p, config) and not norm.normalizes(p)
+
+
+def _bytes(p: QuantizedMatmulProblem, config: Config, table: bool, slots: int) -> int:
+    """Bytes of the pipeline, the sums of the warpgroups, inboxes of the cluster, barriers, the table, and x."""
     sums = config.warpgroups * config.tile_n * _SUMS_PITCH * 4
     inboxes = (_INBOXES if config.cluster > 1 else 0) * config.tile_n * TILE * 4
-    x = x_bytes(p, config)
-    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES + table
+    x = slots * _x_stage_bytes(p, config) if slots else x_bytes(p, config)
+    rest = config.stages * stage_bytes(p, config) + sums + inboxes + _BARRIER_BYTES + table * _TABLE_BYTES
     if norm.normalizes(p):
         rest, x = rest + norm.BYTES, x + x // config.tile_n * len(p.norm_operands)
     return -(-rest // _ALIGNMENT) * _ALIGNMENT + x
@@ -116,8 +134,12 @@ def _shared_bytes(p: QuantizedMatmulProblem, config: Config, table: int) -> int:
 
 def x_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
     """Bytes of a thread block's slice of x."""
-    item = jnp.dtype(products(p)).itemsize
-    return -(-k_stages(p, config) // config.cluster) * stage_tiles(config) * TILE * item * config.tile_n
+    return -(-k_stages(p, config) // config.cluster) * _x_stage_bytes(p, config)
+
+
+def _x_stage_bytes(p: QuantizedMatmulProblem, config: Config) -> int:
+    """Bytes of x in a stage."""
+    return stage_tiles(config) * TILE * jnp.dtype(products(p)).itemsize * config.tile_n
 
 
 def _tile_n(p: QuantizedMatmulProblem) -> int:
@@ -139,10 +161,13 @@ def _clusters(p: QuantizedMatmulProblem, target: Target, cluster: int) -> int:
 
 def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
     """The largest number of stages that fits; more than some 70 kB would delay the first stage."""
-    fewest = dataclasses.replace(config, stages=2)
-    table = _TABLE_BYTES if has_table(p, fewest) else 0
-    room = SHARED_BYTES - _shared_bytes(p, dataclasses.replace(config, stages=0), table)
-    return min(room // stage_bytes(p, config), MAX_STAGES, max(2, -(-(70 << 10) // stage_bytes(p, config))))
+    each, empty = stage_bytes(p, config), dataclasses.replace(config, stages=0)
+    wanted = min(MAX_STAGES, max(2, -(-(70 << 10) // each)))
+    table = memory(p, dataclasses.replace(config, stages=2)).table
+    found = (SHARED_BYTES - _bytes(p, empty, table, 0)) // each
+    if found < wanted and _may_come_again(p, config):
+        found = max(found, (SHARED_BYTES - _bytes(p, empty, table, 1)) // (each + _x_stage_bytes(p, config)))
+    return min(found, wanted)
 
 
 # ---- cost model ----------------------------------------------------------------------------------------------------
@@ -225,8 +250,8 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             return f"cluster {config.cluster}; accepted for {k_stages(problem, config)} stages of k: at most as many"
         if not 1 <= config.clusters <= problem.feature_tiles:
             return f"clusters {config.clusters}; accepted: 1 to {problem.feature_tiles}, the tiles of {TILE} features"
-        if shared_bytes(problem, config) > SHARED_BYTES:
-            return f"{shared_bytes(problem, config)} bytes of shared memory; accepted: at most {SHARED_BYTES}"
+        if (most := memory(problem, config).bytes) > SHARED_BYTES:
+            return f"{most} bytes of shared memory; accepted: at most {SHARED_BYTES}"
         return None
 
     def candidates(self, problem: QuantizedMatmulProblem, target: Target) -> list[Config]:
@@ -256,7 +281,8 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
         tiles = rounds * stages * stage_tiles(config)
         waited = config.tiles == 1 or zero or (config.warpgroups == WARPGROUPS[-1] and config.tile_n > WIDEST_OF_FOUR)
         sms = min(config.clusters * config.cluster, target.cores)
-        slots = _TABLE_SLOTS if has_table(problem, config) else dequantize.ISSUE_SLOTS[problem.qtype]
+        has = memory(problem, config)
+        slots = _TABLE_SLOTS if has.table else dequantize.ISSUE_SLOTS[problem.qtype]
         decode = slots / (2 if e4m3 else 1)
         return Work(
             tensor_clocks=tiles * config.tile_n * (3 if zero else 1) / (1 if e4m3 else 0.5),
@@ -268,12 +294,14 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             memory_bytes=problem.bytes_moved * rounds * config.clusters / (waves * problem.feature_tiles),
             memory_share=sms / target.cores,
             waves=waves,
-            stored_bytes=waves * x_bytes(problem, config),  # of x, while the first row tiles are loaded
+            # x, while the first row tiles are loaded, or with each.
+            stored_bytes=(rounds if has.x_slots else waves) * x_bytes(problem, config),
             cluster=config.cluster,
         )
 
     def macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         """Macros for types, groups, the config, and divisibility of k and features."""
+        has = memory(problem, config)
         return {
             **dequantize.macros(problem),
             **norm.macros(problem),
@@ -283,7 +311,8 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             "X_TMA": int(_by_tma(problem)),
             "WHOLE": int(_whole_stages(problem, config)),
             "FOURS": int(problem.features % 4 == 0),
-            "TABLE": int(has_table(problem, config)),
+            "TABLE": int(has.table),
+            "X_SLOTS": has.x_slots,
             "TILE_N": config.tile_n,
             "WARPGROUPS": config.warpgroups,
             "TILES": config.tiles,
@@ -307,7 +336,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
                 *dequantize.last_pointers(problem),
                 *norm.pointers(problem),
             ),
-            shared_bytes=shared_bytes(problem, config),
+            shared_bytes=memory(problem, config).bytes,
             cluster=(config.cluster, 1, 1),
         )
         return (launch,)

@@ -93,7 +93,7 @@ def test_a_streams_plan_is_one_launch_of_what_runs_at_once() -> None:
             made = stream.FAMILY.plan(p, config)
             (launch,) = made.launches
             assert (launch.grid, launch.cluster) == ((config.clusters * config.cluster, 1, 1), (config.cluster, 1, 1))
-            assert launch.shared_bytes == stream.shared_bytes(p, config)
+            assert launch.shared_bytes == stream.memory(p, config).bytes
             assert config.clusters * config.cluster <= DEFAULT_CUDA.cores, "one on each multiprocessor"
             used = {param.buffer for param in launch.params if isinstance(param, plan.Pointer)}
             used |= {tensor_map.buffer for tensor_map in made.maps}

@@ -92,13 +92,15 @@ def test_float32_activations_are_refused() -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {"rows": 64},
+    {"rows": 64, "group_size": 32},
     {"rows": 16, "qtype": "int8", "scale_dtype": "float16", "group_size": 32, **HALF},
 ], ids=str)  # fmt: skip
-def test_x_has_to_fit_in_a_clusters_shared_memory(changes: Fields) -> None:
-    good, bad = 64, 2**20
+def test_x_has_to_fit_in_a_clusters_shared_memory_where_k_ends_within_a_stage(changes: Fields) -> None:
+    """Otherwise it comes again for each row tile."""
+    good, bad = 64 + 32, 2**20 + 32
+    assert stream.FAMILY.refusal(product(stream.FAMILY, **{**changes, "k": bad - 32})) is None
     while bad - good > 64:
-        middle = (good + bad) // 128 * 64
+        middle = (good + bad) // 128 * 64 + 32
         served = stream.FAMILY.refusal(product(stream.FAMILY, **{**changes, "k": middle})) is None
         good, bad = (middle, bad) if served else (good, middle)
     rows, size = changes["rows"], 227 * 1024
@@ -250,7 +252,7 @@ def test_shared_memory_is_a_limit() -> None:
     p, config = product(stream.FAMILY, rows=32, **zeros), stream.Config(32, 2, 2, 2, 8, 1)
     while stream.FAMILY.refusal(p, config) is None:
         config = dataclasses.replace(config, stages=config.stages + 1)
-    size = stream.shared_bytes(p, config)
+    size = stream.memory(p, config).bytes
     assert 2 < config.stages <= 14
     assert stream.FAMILY.refusal(p, config) == f"{size} bytes of shared memory; accepted: at most {227 * 1024}"
 
