@@ -43,17 +43,16 @@ class Node:
 
     @property
     def residual(self) -> int | None:
-        """The residual of a product, None without one."""
+        """The place of a product's residual among its operands; None without one."""
         call = call_of(self.eqn)
-        if not isinstance(call, EpilogueCall) or not call.residual:
-            return None
-        return self.operands[len(call.own(self.operands)) + call.bias]
+        has_one = isinstance(call, EpilogueCall) and call.residual
+        return len(call.own(self.operands)) + call.bias if has_one else None
 
     @property
-    def awaited(self) -> set[int | None]:
+    def awaited(self) -> set[int]:
         """The operands of a product for which its kernel waits: its activations and its residual. It loads the others
         while the kernel before it still runs."""
-        return {self.operands[0], self.residual}
+        return {self.operands[0], self.operands[self.residual or 0]}
 
     def compute(self, values: dict[int, Any], *, chained: bool = False) -> None:
         """Adds the results to the values.
@@ -116,19 +115,18 @@ class Chain:
     def replaced(self) -> dict[int, int]:
         """Operands of the chain whose memory a result takes: the place of each among the operands, and the product.
 
-        A residual from outside gives its memory to the last result of its type, if nobody reads it when that is stored.
-        Where it is the activations of a loop, which the chain replaces, XLA need not copy them.
+        A residual from outside gives its memory to the last result of its type that is stored when no product reads it
+        any more. Where it is the activations of a loop, which the chain replaces, XLA need not copy them.
         """
-        products, found = self.products, {}
-        for i, node in enumerate(products):
-            if (residual := node.residual) is None or residual in self.results:
+        products, operands, found = self.products, self.operands, dict[int, int]()
+        for node in products:
+            if node.residual is None or (residual := node.operands[node.residual]) not in operands:
                 continue
-            readers = [j for j, each in enumerate(products) if residual in each.operands]
-            kind = _type_of(node.eqn.outvars[0])
-            free = [j for j in range(max(readers) + 1, len(products)) if _type_of(products[j].eqn.outvars[0]) == kind]
-            free = [j for j in free if j not in found.values()]
-            if readers == [i] and free:
-                found[self.operands.index(residual)] = free[-1]
+            last = max(i for i, each in enumerate(products) if residual in each.operands)
+            kind = _type_of(node.eqn.invars[node.residual])
+            later = [i for i, each in enumerate(products) if i > last and _type_of(each.eqn.outvars[0]) == kind]
+            if free := [i for i in later if i not in found.values()]:
+                found.setdefault(operands.index(residual), free[-1])
         return found
 
     def computed(self, operands: Sequence[Any], *, chained: bool = False) -> list[jax.Array]:
@@ -146,9 +144,8 @@ class Chain:
         return sum(len(node.operands) + _BESIDES for node in (*self.products, product)) <= MOST_BUFFERS
 
 
-def _type_of(x: core.Var) -> tuple[tuple[int, ...], Any]:
-    aval: Any = x.aval
-    return aval.shape, aval.dtype
+def _type_of(x: Any) -> tuple[Any, Any]:
+    return x.aval.shape, x.aval.dtype
 
 
 def evaluated(

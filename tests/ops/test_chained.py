@@ -272,6 +272,27 @@ def test_a_chain_is_one_custom_call() -> None:
     assert calls(chained(block), *operands) == [kernels]
 
 
+def twice(w: Weights, attention: jax.Array, x: jax.Array) -> jax.Array:
+    """The last product reads the residual, too."""
+    return quantized_matmul(quantized_matmul(attention, w["o"], residual=x), w["o"], residual=x)
+
+
+def rounded(w: Weights, attention: jax.Array, x: jax.Array) -> jax.Array:
+    """The residual has another type than the later result."""
+    h = quantized_matmul(attention, w["o"], residual=x.astype(jnp.float32))
+    return quantized_matmul(h, w["o"])
+
+
+@pytest.mark.parametrize(("function", "replaced"), [(block, [(2, 3)]), (twice, []), (rounded, [])])
+def test_a_residuals_memory_becomes_the_last_results_of_its_type(function: Any, replaced: list[Any]) -> None:
+    """So XLA copies no activations that a loop carries. The operands are the first product's activations, words, scales
+    and residual, then those of the others."""
+    operands = weights(), normal(1, K), normal(1, K)
+    text = jax.jit(chained(function)).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\],\s*operand_index = (\d+)", text)
+    assert [(int(result), int(operand)) for result, operand in found] == replaced
+
+
 def test_a_product_that_is_xlas_divides_a_chain() -> None:
     def five(w: Weights, x: jax.Array) -> jax.Array:
         for implementation in (None, None, "xla", None, None):
@@ -292,14 +313,14 @@ def test_an_explicit_config_is_kept() -> None:
 
 
 def test_a_kernel_that_cannot_be_chained_gives_way_if_another_one_is_hardly_slower() -> None:
-    w, x = weight(14336, 4096), jax.ShapeDtypeStruct((16, 14336), jnp.bfloat16)
-    narrow = weight(4096, 14336)
+    w, x = weight(4096, 14336), jax.ShapeDtypeStruct((32, 4096), jnp.bfloat16)
+    narrow = weight(14336, 4096)
 
     def two(w: Any, narrow: Any, x: jax.Array) -> jax.Array:
         return quantized_matmul(quantized_matmul(x, w), narrow)
 
     alone, _ = calls(two, w, narrow, x)
-    assert alone[0] == "quantized_tiled_int4" and "quantized_tiled_int4_reduce" in alone
+    assert alone == ["quantized_tiled_int4"]
     assert calls(chained(two), w, narrow, x) == [["quantized_stream_int4"] * 2]
     first = jax_splitk.explain(chained(two), w, narrow, x, platform="cuda").decisions[0]
     assert first.family == "quantized_stream" and first.because == "quantized_tiled cannot be chained"
