@@ -773,7 +773,7 @@ def _stream() -> Iterator[Run]:
         (products.Case(9, 256, 72, "uint4", 64, "own", E8M0, channel=True, residual="bfloat16"), 16, 1, 2),
     ):
         yield Run(stream.FAMILY, case.problem, stream.Config(tile_n, 1, 1, 3, cluster, clusters), case)
-    # x comes again for each row tile. Its places are more than stages of k, and fewer.
+    # x is loaded again for each row tile. Its places are more than stages of k, and fewer.
     for case, tile_n, warpgroups, tiles, cluster, clusters in (
         (products.Case(40, 2048, 136), 64, 1, 2, 1, 1),
         (products.Case(33, 3840, 72, E4M3, 64, x_dtype=E4M3), 64, 1, 1, 1, 1),

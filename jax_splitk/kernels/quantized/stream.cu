@@ -15,9 +15,9 @@
 // tiles of X when it first meets them, or all reorder what they load. The tensor cores' sums of e4m3, which
 // are short, are never longer than those 64 k.
 //
-// Where a block's slice of X does not fit beside a deep pipeline, X comes again with the stages of each row
-// tile, to X_SLOTS places in turn. There are more of them than stages, so that nobody reads a place any more
-// when its next stage may be filled.
+// Where a block's slice of X does not fit beside a deep pipeline, X is loaded again for each row tile, with
+// the stages, into X_SLOTS places in turn. There are more places than stages, so nobody reads a place any
+// more when the stage of its next X may be filled.
 //
 // Activations that are to be normalized are multiplied by their scale when the consumers first meet them, and
 // the sums by the inverse of the root of their mean square (norm.cuh).

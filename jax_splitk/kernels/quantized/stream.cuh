@@ -8,7 +8,7 @@
 #include "structs.cuh"
 
 static_assert(!E4M3_PRODUCTS || (X_E4M3 && ZERO_TYPE == NONE), "what e4m3 products can compute");
-static_assert(!X_SLOTS || (X_SLOTS > STAGES && X_TMA && WHOLE && !NORM), "what can come again");
+static_assert(!X_SLOTS || (X_SLOTS > STAGES && X_TMA && WHOLE && !NORM), "X that can be loaded again");
 
 constexpr int CONSUMERS = 128 * WARPGROUPS, EPILOGUE_WARPS = 3;
 constexpr int EPILOGUE_THREADS = 32 * EPILOGUE_WARPS;

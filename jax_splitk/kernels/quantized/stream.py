@@ -99,8 +99,8 @@ class Memory:
 
     Attributes:
       table: whether codes of nf4 are looked up there (TABLE in the device code).
-      x_slots: 0 if a thread block's slice of x stays for all its row tiles. Else so many stages of x (X_SLOTS in the
-        device code), which come again for each row tile.
+      x_slots: 0 if a thread block's slice of x stays there for all its row tiles. Else the number of stages of x that
+        are there at a time (X_SLOTS in the device code): x is loaded again for each row tile.
       bytes: of all of it.
     """
 
@@ -110,14 +110,15 @@ class Memory:
 
 
 def memory(p: QuantizedMatmulProblem, config: Config) -> Memory:
-    """The first of these that fits: x stays, with a table and without one; it comes again, with a table and without."""
-    slots = (0, config.stages + 1) if _may_come_again(p, config) else (0,)
+    """The first of these that fits: x stays, with a table or without one; x is reloaded, with a table or without one."""
+    slots = (0, config.stages + 1) if _may_reload_x(p, config) else (0,)
     tables = (True, False) if p.qtype == "nf4" else (False,)
     ways = [Memory(table, each, _bytes(p, config, table, each)) for each in slots for table in tables]
     return next((way for way in ways if way.bytes <= SHARED_BYTES), ways[-1])
 
 
-def _may_come_again(p: QuantizedMatmulProblem, config: Config) -> bool:
+def _may_reload_x(p: QuantizedMatmulProblem, config: Config) -> bool:
+    """Whether x may be loaded again for each row tile."""
     return _by_tma(p) and _whole_stages(p, config) and not norm.normalizes(p)
 
 
@@ -165,7 +166,7 @@ def _deepest(p: QuantizedMatmulProblem, config: Config) -> int:
     wanted = min(MAX_STAGES, max(2, -(-(70 << 10) // each)))
     table = memory(p, dataclasses.replace(config, stages=2)).table
     found = (SHARED_BYTES - _bytes(p, empty, table, 0)) // each
-    if found < wanted and _may_come_again(p, config):
+    if found < wanted and _may_reload_x(p, config):
         found = max(found, (SHARED_BYTES - _bytes(p, empty, table, 1)) // (each + _x_stage_bytes(p, config)))
     return min(found, wanted)
 
@@ -294,7 +295,7 @@ class Stream(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, Config]):
             memory_bytes=problem.bytes_moved * rounds * config.clusters / (waves * problem.feature_tiles),
             memory_share=sms / target.cores,
             waves=waves,
-            # x, while the first row tiles are loaded, or with each.
+            # x, which is loaded with the first row tiles, or with all.
             stored_bytes=(rounds if has.x_slots else waves) * x_bytes(problem, config),
             cluster=config.cluster,
         )

@@ -96,7 +96,7 @@ def test_float32_activations_are_refused() -> None:
     {"rows": 16, "qtype": "int8", "scale_dtype": "float16", "group_size": 32, **HALF},
 ], ids=str)  # fmt: skip
 def test_x_has_to_fit_in_a_clusters_shared_memory_where_k_ends_within_a_stage(changes: Fields) -> None:
-    """Otherwise it comes again for each row tile."""
+    """Otherwise it is loaded again for each row tile."""
     good, bad = 64 + 32, 2**20 + 32
     assert stream.FAMILY.refusal(product(stream.FAMILY, **{**changes, "k": bad - 32})) is None
     while bad - good > 64:
