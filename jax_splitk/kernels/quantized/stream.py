@@ -110,7 +110,7 @@ class Memory:
 
 
 def memory(p: QuantizedMatmulProblem, config: Config) -> Memory:
-    """The first of these that fits: x stays, with a table or without one; x is loaded again, with a table or without."""
+    """The first of these that fits: x stays, with a table or without; x is loaded again, with a table or without."""
     slots = (0, config.stages + 1) if _may_reload_x(p, config) else (0,)
     tables = (True, False) if p.qtype == "nf4" else (False,)
     ways = [Memory(table, each, _bytes(p, config, table, each)) for each in slots for table in tables]
