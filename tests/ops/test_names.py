@@ -32,7 +32,7 @@ def pack(w: jax.Array) -> jax_splitk.PackedWeight:
     return jax_splitk.prepack(jax_splitk.quantize(w, "int4", group_size=64))
 
 
-W = ones((256, 512), jnp.bfloat16)
+W = ones((256, 2048), jnp.bfloat16)
 SCALES = {"dense": (3, 3, 64, 64), "depthwise": (7, 7, 1, 64), "layer": (64, 64), "scale": (1, 512)}
 
 
