@@ -193,9 +193,18 @@ def layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x
 
 def fused_layer_step(sizes: Sizes, multiply: Callable[..., jax.Array], layer: Layer, x: jax.Array) -> jax.Array:
     """The same layer in four products, of which two normalize x."""
+    qkv = multiply(x, layer["qkv"], norm_epsilon=EPSILON)
+    return _behind_attention(multiply, layer, _fused_attention(sizes, qkv), x)
+
+
+def _fused_attention(sizes: Sizes, qkv: jax.Array) -> jax.Array:
     heads, kv = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    q, k, v = jnp.split(multiply(x, layer["qkv"], norm_epsilon=EPSILON), (heads, heads + kv), axis=-1)
-    x = multiply(_attention(sizes, q, k, v), layer["o"], residual=x)
+    return _attention(sizes, *jnp.split(qkv, (heads, heads + kv), axis=-1))
+
+
+def _behind_attention(multiply: Callable[..., jax.Array], layer: Layer, attended: jax.Array, x: jax.Array) -> jax.Array:
+    """The layer's result, from that of its attention."""
+    x = multiply(attended, layer["o"], residual=x)
     y = multiply(x, layer["gate_up"], norm_epsilon=EPSILON, activation="swiglu")
     return multiply(y, layer["down"], residual=x)
 
@@ -205,21 +214,18 @@ def scan_behind_attention(
 ) -> jax.Array:
     """The fused layers under `lax.scan`, each step of which ends with the next layer's q, k and v: so the products
     between two attentions are one chain. The last step's q, k and v are not used."""
-    heads, kv = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
 
     @jax_splitk.chained
     def products(attended: jax.Array, x: jax.Array, layer: Layer) -> tuple[jax.Array, jax.Array]:
-        x = multiply(attended, layer["o"], residual=x)
-        y = multiply(x, layer["gate_up"], norm_epsilon=EPSILON, activation="swiglu")
-        x = multiply(y, layer["down"], residual=x)
+        x = _behind_attention(multiply, layer, attended, x)
         return x, multiply(x, layer["qkv"], norm_epsilon=EPSILON)
 
-    def layer_after(carry: tuple[jax.Array, jax.Array], layer: Layer) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def step(carry: tuple[jax.Array, jax.Array], layer: Layer) -> tuple[tuple[jax.Array, jax.Array], None]:
         x, qkv = carry
-        return products(_attention(sizes, *jnp.split(qkv, (heads, heads + kv), axis=-1)), x, layer), None
+        return products(_fused_attention(sizes, qkv), x, layer), None
 
     qkv = multiply(x, weights["first"], norm_epsilon=EPSILON)
-    return lax.scan(layer_after, (x, qkv), weights["steps"])[0][0]
+    return lax.scan(step, (x, qkv), weights["steps"])[0][0]
 
 
 def _attention(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

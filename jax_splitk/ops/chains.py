@@ -52,7 +52,8 @@ class Node:
     def awaited(self) -> set[int]:
         """The operands of a product for which its kernel waits: its activations and its residual. It loads the others
         while the kernel before it still runs."""
-        return {self.operands[0], self.operands[self.residual or 0]}
+        places = (0,) if self.residual is None else (0, self.residual)
+        return {self.operands[place] for place in places}
 
     def compute(self, values: dict[int, Any], *, chained: bool = False) -> None:
         """Adds the results to the values.
@@ -124,7 +125,7 @@ class Chain:
                 continue
             last = max(i for i, each in enumerate(products) if residual in each.operands)
             kind = _type_of(node.eqn.invars[node.residual])
-            later = [i for i, each in enumerate(products) if i > last and _type_of(each.eqn.outvars[0]) == kind]
+            later = [i for i in range(last + 1, len(products)) if _type_of(products[i].eqn.outvars[0]) == kind]
             if free := [i for i in later if i not in found.values()]:
                 found.setdefault(operands.index(residual), free[-1])
         return found

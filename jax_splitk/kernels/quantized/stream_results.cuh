@@ -22,7 +22,7 @@ constexpr int THREAD_ITEMS =
 #if EPILOGUE
 // Whether the residual is loaded while the sums are computed. After them its latency would be the kernel's
 // end.
-constexpr bool RESIDUAL_EARLY = CLUSTER > 1 && FOURS&& RESIDUAL_TYPE >= 0 && !GATED && THREAD_ITEMS <= 2;
+constexpr bool RESIDUAL_EARLY = RESIDUAL_TYPE >= 0 && CLUSTER > 1 && !GATED && THREAD_ITEMS <= 2 && FOURS;
 constexpr int LOADED_ITEMS = RESIDUAL_EARLY ? THREAD_ITEMS : 1;
 
 // The residual of what a thread finishes of a row tile.
@@ -119,7 +119,7 @@ __device__ inline void finish(const Block& block, const Destination out, const L
   Signals& barriers = block.barriers;
   if (thread >= 32 * FINISHERS) return;
   Barrier::wait(&barriers.arrived.at[inbox], count / 2 & 1);
-#pragma unroll(PART_ITEMS <= 2 * EPILOGUE_THREADS ? 2 : 1)
+#pragma unroll(THREAD_ITEMS <= 2 ? 2 : 1)
   for (int i = 0; i < PART_ITEMS; i += EPILOGUE_THREADS) {
     const int item = i + thread;
     if (i + 32 * FINISHERS > PART_ITEMS && item >= PART_ITEMS) break;
@@ -136,7 +136,8 @@ __device__ inline void finish(const Block& block, const Destination out, const L
 }
 
 // The sums of all warps, to the result or to the blocks that own them. One turn more than there are row
-// tiles: the last one's sums are finished by code that has run before.
+// tiles: the last one's sums are finished by code that has run before. `next` is the residual of this turn's
+// row tile, `loaded` that of the one before, which this turn finishes.
 __device__ inline void add_up(const Block& block, const Destination out) {
   const Args& g = block.g;
   Signals& barriers = block.barriers;
