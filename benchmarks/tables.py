@@ -64,6 +64,8 @@ def _defaults(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The values that fields have in more than half of the problems."""
     found = {}
     for name in problems[0]:
+        if not all(name in problem for problem in problems):  # left out where it has its default
+            continue
         text, count = collections.Counter(json.dumps(problem[name]) for problem in problems).most_common(1)[0]
         if 2 * count > len(problems):
             found[name] = json.loads(text)

@@ -820,6 +820,33 @@ def _fp8() -> Iterator[Run]:
         (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 4, 6, splits=3, k_warpgroups=2)),
     ):
         yield Run(fp8.FAMILY, case.problem, config, case)
+    # Weights that are rounded to e4m3: formats, groups, zero points, and a feature's scales by several lanes.
+    rounded = dataclasses.replace(plain, compute=E4M3)
+    several = dataclasses.replace(deep, compute=E4M3)
+    for case, config in (
+        (rounded, fp8.Config(128, 32, 2, 5)),
+        (dataclasses.replace(rounded, rows=150, qtype="uint4", zero="own", group_size=32), fp8.Config(128, 32, 2, 4)),
+        (dataclasses.replace(rounded, rows=130, qtype="int8", group_size=384), fp8.Config(128, 192, 2, 2, multicast=2)),
+        (products.Case(70, 320, 300, "nf4", 64, None, HALF, E4M3, HALF, compute=E4M3), fp8.Config(256, 64, 2, 4)),
+        (
+            products.Case(130, 208, 140, "float4_e2m1fn", 16, None, E4M3, E4M3, channel=True, compute=E4M3),
+            fp8.Config(128, 256, 2, 2),
+        ),
+        (
+            products.Case(9, 336, 130, "int8", 336, "float32", "float32", E4M3, HALF, compute=E4M3),
+            fp8.Config(128, 64, 2, 2),
+        ),
+        (products.Case(40, 384, 136, E4M3, 128, None, E8M0, E4M3, compute=E4M3), fp8.Config(128, 64, 3, 3)),
+        # x of 16 bits, which another kernel rounds.
+        (products.Case(20, 384, 136, compute=E4M3), fp8.Config(128, 32, 2, 5)),
+        (
+            products.Case(130, 2064, 140, "uint4", 16, "own", HALF, HALF, HALF, compute=E4M3, residual=HALF),
+            fp8.Config(128, 64, 2, 4, multicast=2),
+        ),
+        (products.Case(70, 256, 300, "int4", 256, compute=E4M3, bias="bfloat16"), fp8.Config(128, 64, 2, 4)),
+        (dataclasses.replace(several, group_size=32), fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2)),
+    ):
+        yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config) if config.splits == 1 else config, case)
     gated = products.Case(20, 384, 144, x_dtype=E4M3, bias="bfloat16", activation="swiglu", residual="bfloat16")
     yield Run(fp8.FAMILY, gated.problem, products.without_idle(gated.problem, fp8.Config(128, 32, 2, 3)), gated)
 

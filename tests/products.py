@@ -53,6 +53,7 @@ class Case:
     residual: str = "none"
     norm: str = "none"  # "one": x is normalized, without a scale; or the scale's dtype
     epsilon: float = 0.0
+    compute: str = "none"  # compute_dtype
 
     @property
     def after(self) -> dict[str, str]:
@@ -76,7 +77,8 @@ class Case:
         after = {} if set(self.after.values()) == {"none"} else self.after
         return (QuantizedEpilogueProblem if after else kind)(
             self.rows, self.k, self.features, self.x_dtype, self.out_dtype, self.qtype, self.group_size,
-            self.scale_dtype, str(zero), channel_dtype="float32" if self.channel else "none", **after,
+            self.scale_dtype, str(zero), channel_dtype="float32" if self.channel else "none",
+            compute_dtype=self.compute, **after,
         )  # fmt: skip
 
     def multiplied(self, weight: np.ndarray) -> np.ndarray:
@@ -217,6 +219,8 @@ def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[Quant
     fits = np.isfinite(table) & (np.abs(table) <= 128) & (table * 2048 == np.rint(table * 2048))
     if case.qtype == "float8_e4m3fn":
         fits = (np.abs(table) <= 16) & (table * 8 == np.rint(table * 8))
+    if case.compute == E4M3:  # which holds the values, also less a zero point
+        fits &= (np.abs(table) <= 8) & (to_e4m3(table) == table)
     patterns = rng.choice(np.flatnonzero(fits), (case.k, case.features))
     shape = (case.k // case.group_size, case.features)
     sizes = [-2.0, -1.0, 0.5, 1.0, 2.0]
@@ -236,6 +240,11 @@ def exact_weight(case: Case, seed: int, rounded: str = "float32") -> tuple[Quant
     )
     value = value * np.repeat(scale, case.group_size, axis=0)
     return q, value if channel is None else value * channel
+
+
+def to_e4m3(values: np.ndarray) -> np.ndarray:
+    """Values rounded to e4m3, in float64."""
+    return values.astype(jnp.dtype(E4M3)).astype(np.float64)
 
 
 def parts_bound(case: Case, q: QuantizedArray, weight: np.ndarray) -> np.ndarray:

@@ -37,6 +37,7 @@ _QUANTIZED: dict[str, tuple[str, str]] = {
     "x_dtype": ('"bfloat16"', "bfloat16, float16 or float8_e4m3fn"),
     "out_dtype": ("x_dtype", "bfloat16, float16 or float32; if x is float8_e4m3fn the default is bfloat16"),
     **_MORE_OF_WEIGHTS,
+    "compute_dtype": ('"none"', "float8_e4m3fn if kernels may round x and the weight to it; or none"),
 }
 
 _RAGGED_QUANTIZED: dict[str, tuple[str, str]] = {

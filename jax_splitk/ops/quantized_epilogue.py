@@ -88,7 +88,8 @@ class EpilogueCall(WithEpilogue, QuantizedCall):
 
     @property
     def product(self) -> QuantizedCall:
-        return QuantizedCall(layout=self.layout, out_dtype=self.out_dtype, options=self.options)
+        given = {"out_dtype": self.out_dtype, "options": self.options, "compute_dtype": self.compute_dtype}
+        return QuantizedCall(layout=self.layout, **given)
 
     def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
         own, bias, residual = self.split(avals)

@@ -126,7 +126,9 @@ def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: 
 
 
 def tangent_terms(primals: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
-    """The terms of the tangent of a product: by the tangent of x, and by those of the weight's leaves."""
+    """The terms of the tangent of a product: by the tangent of x, which is not rounded, and by those of the weight's
+    leaves."""
+    call = dataclasses.replace(call, compute_dtype="none")
     (x, *leaves), (x_dot, *dots) = primals, tangents
     terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
     return [*terms, *_weight_terms(x, leaves, dots, call)]

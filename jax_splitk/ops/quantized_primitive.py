@@ -34,9 +34,15 @@ quantized_transposed_p = Primitive("quantized_matmul_transposed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizedCall(Call):
-    """The product with a weight whose arrays `layout` describes."""
+    """The product with a weight.
+
+    Attributes:
+      layout: what the weight's arrays are.
+      compute_dtype: "float8_e4m3fn" if kernels may round x and the weight to it; or "none".
+    """
 
     layout: Layout
+    compute_dtype: str = "none"
 
     primitive = quantized_matmul_p
     problem_type: ClassVar[type[QuantizedMatmulProblem]] = QuantizedMatmulProblem
@@ -57,6 +63,7 @@ class QuantizedCall(Call):
             features=layout.shape[1],
             x_dtype=x.dtype.name,
             out_dtype=self.out_dtype,
+            compute_dtype=self.compute_dtype,
             **layout.fields(leaves_of(layout, avals[1:])),
         )
 

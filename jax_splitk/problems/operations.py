@@ -86,14 +86,14 @@ OPERATIONS: dict[str, Operation] = {
         quantized_reference.problem_product,
         QuantizedMatmulProblem.representatives,
         QuantizedMatmulProblem.represented,
-        operand_error=quantized_reference.table_error,
+        operand_error=quantized_reference.operand_error,
     ),
     "quantized_ragged_dot": Operation(
         QuantizedRaggedDotProblem,
         quantized_ragged_reference.random_operands,
         functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.ragged_dot),
         check=functools.partial(quantized_ragged_reference.ragged_dot, grouped=ragged_reference.by_blocks),
-        operand_error=lambda problem: quantized_reference.table_error(problem.product),
+        operand_error=lambda problem: quantized_reference.operand_error(problem.product),
         kinds=len(ragged_reference.DISTRIBUTIONS),
     ),
     "quantized_ragged_dot_epilogue": Operation(
@@ -102,7 +102,7 @@ OPERATIONS: dict[str, Operation] = {
         functools.partial(quantized_ragged_epilogue.problem_product, grouped=ragged_reference.ragged_dot),
         QuantizedRaggedEpilogueProblem.representatives,
         check=functools.partial(quantized_ragged_epilogue.problem_product, grouped=ragged_reference.by_blocks),
-        operand_error=lambda problem: quantized_reference.table_error(problem.product),
+        operand_error=lambda problem: quantized_reference.operand_error(problem.product),
         kinds=len(ragged_reference.DISTRIBUTIONS),
     ),
     "quantized_matmul_epilogue": Operation(
@@ -111,7 +111,7 @@ OPERATIONS: dict[str, Operation] = {
         quantized_epilogue.problem_product,
         QuantizedEpilogueProblem.representatives,
         QuantizedEpilogueProblem.represented,
-        operand_error=quantized_reference.table_error,
+        operand_error=quantized_reference.operand_error,
     ),
     "quantized_matmul_transposed": Operation(
         QuantizedTransposedProblem,
@@ -119,7 +119,7 @@ OPERATIONS: dict[str, Operation] = {
         quantized_reference.problem_product,
         QuantizedTransposedProblem.representatives,
         QuantizedTransposedProblem.represented,
-        operand_error=quantized_reference.table_error,
+        operand_error=quantized_reference.operand_error,
     ),
     "ragged_dot": Operation(
         RaggedDotProblem,

@@ -59,6 +59,19 @@ class Problem(Protocol):
         ...
 
 
+LATER = {"later": True}  # metadata of a field that came after others were stored
+
+
+def stored_fields(problem: Problem) -> dict[str, Any]:
+    """The fields by name, as keys, entries and tables have them. A field that came later is left out where it has its
+    default, so that what was stored before keeps its key."""
+    fields = dataclasses.asdict(problem)
+    for field in dataclasses.fields(problem):
+        if field.metadata.get("later") and fields[field.name] == field.default:
+            del fields[field.name]
+    return fields
+
+
 def nbytes(shape: Sequence[int], dtype: str) -> int:
     """The size of an array in bytes."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from jax_splitk.problems.problem import ArrayTypes, brief_dtypes, nbytes, require_fields
+from jax_splitk.problems.problem import LATER, ArrayTypes, brief_dtypes, nbytes, require_fields
 from jax_splitk.quantized.array import GROUP_SIZES
 from jax_splitk.quantized.formats import FLOAT_DTYPES, FORMATS, SCALE_DTYPES
 from jax_splitk.quantized.packing import LAYOUT_VERSION, packed_groups, packed_shapes, tiles
@@ -12,6 +12,7 @@ from jax_splitk.runtime.arguments import require
 
 X_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
+COMPUTE_DTYPES = ("float8_e4m3fn",)
 # Rows that fill tiles of the kernels. Beyond 64 all tiles but the one of 16 rows are multiples of 32 rows.
 _FULL_TILES = (8, 16, 32, 64, 96, 128, 192, 256)
 _TILE_ROWS = 32
@@ -51,6 +52,8 @@ class QuantizedMatmulProblem:
       zero_dtype: dtype of the packed zero points, or "none".
       channel_dtype: "float32" if each feature has a second scale, else "none".
       layout: version of the packed order; 0 for a weight that is not packed.
+      compute_dtype: "float8_e4m3fn" if kernels may round x and the weight to it, each row of x and each feature over a
+        power of two; or "none".
     """
 
     rows: int
@@ -64,6 +67,7 @@ class QuantizedMatmulProblem:
     zero_dtype: str = "none"
     layout: int = LAYOUT_VERSION
     channel_dtype: str = "none"
+    compute_dtype: str = dataclasses.field(default="none", metadata=LATER)
 
     op = "quantized_matmul"
     transposed: ClassVar[bool] = False  # whether the product is with w.T
@@ -82,6 +86,7 @@ class QuantizedMatmulProblem:
             "scale_dtype": SCALE_DTYPES,
             "zero_dtype": ("none", *FLOAT_DTYPES),
             "channel_dtype": ("none", "float32"),
+            "compute_dtype": ("none", *COMPUTE_DTYPES),
         }
         require_fields(self, least, names)
         valid = self.zero_dtype == "none" or FORMATS[self.qtype].integer
@@ -198,13 +203,15 @@ class QuantizedMatmulProblem:
         packed = "" if self.layout else "unpacked "
         zero = "" if self.zero_dtype == "none" else f" zero {self.zero_dtype}"
         channel = "" if self.channel_dtype == "none" else f" channel {self.channel_dtype}"
-        return f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}"
+        rounded = "" if self.compute_dtype == "none" else f", multiplied in {self.compute_dtype}"
+        return f"{packed}{self.qtype} group {self.group_size} scale {self.scale_dtype}{zero}{channel}{rounded}"
 
     @property
     def brief_weight(self) -> str:
         """The weight's format, and zero points."""
         zero = "" if self.zero_dtype == "none" else " with zero points"
-        return f"{self.qtype} by {self.group_size}{zero}"
+        rounded = "" if self.compute_dtype == "none" else " in e4m3"
+        return f"{self.qtype} by {self.group_size}{zero}{rounded}"
 
     @property
     def brief(self) -> str:

@@ -150,8 +150,11 @@ _COTANGENTS = {
 }
 
 
-def table_error(problem: QuantizedMatmulProblem) -> float:
-    """A bound of the relative error of kernels that round the table of nf4 to the 16 bits that they multiply."""
+def operand_error(problem: QuantizedMatmulProblem) -> float:
+    """The relative error that results may have by kernels that round operands to e4m3, or the table of nf4 to the 16
+    bits that they multiply."""
+    if problem.compute_dtype == "float8_e4m3fn":
+        return 2.0**-4
     if problem.qtype != "nf4":
         return 0.0
     return 2.0**-8 if problem.x_dtype == "bfloat16" else 2.0**-11

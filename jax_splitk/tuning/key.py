@@ -12,7 +12,7 @@ from jax_splitk import kernels
 from jax_splitk.kernels import Family
 from jax_splitk.problems.conv_epilogue import decisive
 from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.problems.problem import Problem
+from jax_splitk.problems.problem import Problem, stored_fields
 from jax_splitk.runtime import toolchain
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.serving import serving
@@ -67,7 +67,7 @@ class Key:
 
     @functools.cached_property
     def _text(self) -> str:
-        problem, environment = map(dataclasses.asdict, (self.problem, self.environment))
+        problem, environment = stored_fields(self.problem), dataclasses.asdict(self.environment)
         fields = {"schema": SCHEMA, "op": self.problem.op, "problem": problem, "environment": environment}
         return json.dumps(fields, sort_keys=True)
 
@@ -139,7 +139,7 @@ def environment_from_dict(data: Any) -> Environment:
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:
     """Plain data that the command line accepts: of a convolution with an epilogue, that of the convolution."""
-    return {"op": problem.op, **dataclasses.asdict(decisive(problem))}
+    return {"op": problem.op, **stored_fields(decisive(problem))}
 
 
 def problem_from_dict(op: str, fields: Mapping[str, Any]) -> Problem:

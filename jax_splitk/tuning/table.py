@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jax_splitk.problems.problem import stored_fields
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning import once
@@ -52,7 +53,7 @@ class Table:
 
     def entry(self, key: Key) -> Entry | None:
         """The entry for a key; None if the table has none. Raises InvalidEntry for a row that cannot be used."""
-        row = self.rows.get(_text(dataclasses.asdict(key.problem)))
+        row = self.rows.get(_text(stored_fields(key.problem)))
         if row is None or self.machine != dataclasses.replace(key.environment, abi=()):
             return None
         changed = set(key.environment.abi) - self.abi

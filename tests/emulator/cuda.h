@@ -115,6 +115,14 @@ inline float e4m3_to_float(uint8_t code) {
                                               : std::ldexp(float(8 + mantissa), exponent - 10);
   return code & 128 ? -magnitude : magnitude;
 }
+// To the nearest, ties to even, and at most the largest one.
+inline uint8_t rounded_to_e4m3(float x) {
+  if (std::isnan(x)) return 0x7f;
+  const float magnitude = std::fmin(std::fabs(x), 448.f);
+  const int exponent = std::max(std::ilogb(magnitude), -6);  // of 0: the lowest
+  const int places = int(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+  return (std::signbit(x) ? 128 : 0) | ((exponent + 6) * 8 + places);
+}
 struct __nv_fp8_e4m3 {
   uint8_t bits;
   operator float() const { return e4m3_to_float(bits); }

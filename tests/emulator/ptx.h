@@ -167,6 +167,7 @@ inline int read_thread_index() { return threadIdx.x; }
 inline void read_indices(int& thread, int& block) { thread = threadIdx.x, block = blockIdx.x; }
 
 inline uint32_t middle_halves(uint32_t first, uint32_t second) { return first >> 16 | second << 16; }
+inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) | bits; }
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return emulator::halves<__nv_bfloat16>(a, b, c, [](float x, float y, float z) { return std::fma(x, y, z); });
 }
@@ -187,6 +188,17 @@ inline uint32_t to_bf16x2(float low, float high) {
 }
 inline uint32_t truncate_to_bf16x2(float low, float high) {
   return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16;
+}
+inline uint32_t to_f16x2(float low, float high) {
+  return uint32_t(bits_as<uint16_t>(__half(high))) << 16 | bits_as<uint16_t>(__half(low));
+}
+inline uint32_t f16x4_to_e4m3x4(uint32_t low, uint32_t high) {
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint16_t bits = uint16_t((i < 2 ? low : high) >> i % 2 * 16);
+    out |= uint32_t(rounded_to_e4m3(float(bits_as<__half>(bits)))) << 8 * i;
+  }
+  return out;
 }
 inline uint32_t e4m3x2_to_f16x2(uint16_t codes) {
   return uint32_t(bits_as<uint16_t>(__half(e4m3_to_float(codes >> 8)))) << 16 |

@@ -306,6 +306,13 @@ __device__ inline uint32_t middle_halves(uint32_t first, uint32_t second) {
   return halves;
 }
 
+// One instruction, where a compiler that sees two constants takes two.
+__device__ inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(a), "r"(mask), "r"(bits));
+  return out;
+}
+
 __device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t out;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
@@ -340,6 +347,22 @@ __device__ inline uint32_t to_bf16x2(float low, float high) {
 __device__ inline uint32_t truncate_to_bf16x2(float low, float high) {
   uint32_t out;
   asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+__device__ inline uint32_t to_f16x2(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// To the nearest, and at most the largest one.
+__device__ inline uint32_t f16x4_to_e4m3x4(uint32_t low, uint32_t high) {
+  uint32_t out;
+  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f16x2 l, %1;\ncvt.rn.satfinite.e4m3x2.f16x2 h, %2;\n"
+      "mov.b32 %0, {l, h};\n}"
+      : "=r"(out)
+      : "r"(low), "r"(high));
   return out;
 }
 

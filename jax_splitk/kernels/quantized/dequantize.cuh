@@ -7,7 +7,8 @@
 //
 // No format is converted by a conversion instruction where its bits can be put into place.
 //
-// Macros: FORMAT, E4M3_PRODUCTS (of two e4m3), otherwise HALF (fp16, or bfloat16).
+// Macros: FORMAT; E4M3_PRODUCTS (of two e4m3), without ROUNDED (decoded to fp16, and then rounded to e4m3;
+// may be undefined); otherwise HALF (fp16, or bfloat16).
 
 #include "device/ptx.cuh"
 
@@ -28,9 +29,21 @@ __device__ inline void load_words(uint32_t address, Words& words) {
   }
 }
 
+// The largest magnitude that a value less `zero` can have.
+[[maybe_unused]] __device__ inline float largest_difference(float zero) {
+  constexpr float LOW = FORMAT == INT4    ? -8
+                        : FORMAT == INT8  ? -128
+                        : FORMAT == UINT4 ? 0
+                        : FORMAT == E4M3  ? -448
+                        : FORMAT == E2M1  ? -6
+                                          : -1;
+  constexpr float HIGH = FORMAT == UINT4 ? 15 : FORMAT == INT4 ? 7 : FORMAT == INT8 ? 127 : -LOW;
+  return fmaxf(fabsf(LOW - zero), fabsf(HIGH - zero));
+}
+
 constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
 
-#if E4M3_PRODUCTS
+#if E4M3_PRODUCTS && !ROUNDED
 
 // Integers up to 15 are their own e4m3 bits: byte N is N * 2^-9, through the subnormal numbers and the first
 // binade. A sign has to be a sign bit: codes with a bias would be exact too, but tensor cores keep only some
@@ -75,11 +88,12 @@ __device__ inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   return HALF ? fma_f16x2(a, b, c) : fma_bf16x2(a, b, c);
 }
 
-// Pairs of unsigned integers in the low bits of each half, to (integer - bias) / FACTOR.
-template <int SHIFT, int CODE_OF_0>
-__device__ inline uint32_t integers(uint32_t pair) {
-  if constexpr (HALF) {  // 0x6400 is 1024, whose last place is 1
-    const uint32_t offset = pair | 0x64006400u;
+// Pairs of unsigned integers in the low bits of each half, where MASK has ones, to (integer - bias) / FACTOR.
+template <uint32_t MASK, int CODE_OF_0>
+__device__ inline uint32_t integers(uint32_t word) {
+  constexpr bool SHIFT = (MASK & 1) == 0;  // 4 bits higher
+  if constexpr (HALF) {                    // 0x6400 is 1024, whose last place is 1
+    const uint32_t offset = and_or(word, MASK, 0x64006400u);
     constexpr uint32_t one = 0x3c00, sixteenth = 0x2c00;
     // -(1024 + CODE_OF_0), and that over 16
     constexpr uint32_t minus = CODE_OF_0 == 0 ? 0xe400 : CODE_OF_0 == 8 ? 0xe408 : 0xe480;
@@ -88,7 +102,7 @@ __device__ inline uint32_t integers(uint32_t pair) {
                  : fma2(offset, twice(one), twice(minus));
   } else {  // times 2^127, or 2^123 where the integer stands 4 bits higher; the bias over 64
     constexpr uint32_t minus = CODE_OF_0 == 0 ? 0x8000 : CODE_OF_0 == 8 ? 0xbe00 : 0xc000;
-    return fma2(pair, twice(SHIFT ? 0x7d00 : 0x7f00), twice(minus));
+    return fma2(word & MASK, twice(SHIFT ? 0x7d00 : 0x7f00), twice(minus));
   }
 }
 
@@ -155,16 +169,16 @@ __device__ inline void dequantize(const uint32_t (&words)[WORDS], uint32_t (&a)[
   if constexpr (FORMAT == INT4 || FORMAT == UINT4) {
     constexpr int CODE_OF_0 = FORMAT == INT4 ? 8 : 0;
     const uint32_t low = words[0], high = words[0] >> 8;
-    a[0] = integers<0, CODE_OF_0>(low & 0x000f000fu);
-    a[1] = integers<4, CODE_OF_0>(low & 0x00f000f0u);
-    a[2] = integers<0, CODE_OF_0>(high & 0x000f000fu);
-    a[3] = integers<4, CODE_OF_0>(high & 0x00f000f0u);
+    a[0] = integers<0x000f000f, CODE_OF_0>(low);
+    a[1] = integers<0x00f000f0, CODE_OF_0>(low);
+    a[2] = integers<0x000f000f, CODE_OF_0>(high);
+    a[3] = integers<0x00f000f0, CODE_OF_0>(high);
   } else if constexpr (FORMAT == INT8) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const uint32_t codes = words[row % WORDS] ^ 0x80808080u;  // q + 128
-      a[row] = integers<0, 128>(codes & 0x00ff00ffu);
-      a[row + 2] = integers<0, 128>(codes >> 8 & 0x00ff00ffu);
+      a[row] = integers<0x00ff00ff, 128>(codes);
+      a[row + 2] = integers<0x00ff00ff, 128>(codes >> 8);
     }
   } else if constexpr (FORMAT == E4M3) {
 #pragma unroll

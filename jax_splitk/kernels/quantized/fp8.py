@@ -1,12 +1,17 @@
 """Kernel family: products of e4m3 activations with packed quantized weights, on Hopper's fp8 tensor cores (device code:
 quantized/fp8.cu).
 
-4-bit and e4m3 weights are exact in e4m3, and are decoded into the A registers of WGMMA; TMA loads the activation
-unchanged. The tensor cores add e4m3 products with few bits. So their sums of 32, 64 or 128 k are multiplied by the
+Weights are decoded into the A registers of WGMMA; TMA loads the activation unchanged. 4-bit and e4m3 weights are exact
+in e4m3. The tensor cores add e4m3 products with few bits. So their sums of 32, 64 or 128 k are multiplied by the
 group's scale and added to fp32 accumulators (as in DeepSeek-V3, arXiv:2412.19437, section 3.3.2). The sums of one part
-of the tile are added up while the products of the next one, or another warpgroup's, run. The k blocks of the output's
-tiles can be cut into ranges, as in quantized_tiled, whose sums meet in the workspace or in a cluster; clusters of two
-thread blocks with a tile each share the activation by multicast. The result is deterministic.
+of the tile are added up while the products of the next one, or another warpgroup's, run.
+
+With the compute_dtype float8_e4m3fn weights are rounded to e4m3 with their scales, over a power of two of each feature,
+and the tensor cores add up all k of a range. That takes any format, and zero points.
+
+The k blocks of the output's tiles can be cut into ranges, as in quantized_tiled, whose sums meet in the workspace or in
+a cluster; clusters of two thread blocks with a tile each share the activation by multicast. The result is
+deterministic.
 """
 
 import dataclasses
@@ -14,18 +19,22 @@ import itertools
 from collections.abc import Iterator
 
 from jax_splitk.kernels.base.family import field_refusal
+from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize, tiles
-from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, SHORTEST_GROUP, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, whole_tiles
-from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.kernels.quantized.dequantize import E4M3_FORMATS, SHORTEST_GROUP, has_zero, per_channel
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, aligned, whole_tiles
+from jax_splitk.problems.quantized_matmul import X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import BYTE_SCALES
 from jax_splitk.runtime import plan
 
+E4M3 = "float8_e4m3fn"
+ROW_THREADS = 256  # of a thread block of the kernel that rounds x
 K_MULTIPLE = 16  # TMA's rows are multiples of 16 bytes
 TILES_M = (128, 256)
 TILES_N = (32, 64, 96, 128, 192, 256)
 MULTICASTS = (1, 2)
 MAX_REGISTERS = 232
+ROUNDING_SLOTS = 250  # issue slots of a warp that decodes, scales and rounds 64 values of each of 64 rows
 WIDEST_OF_256 = 64  # with four warpgroups a thread has few registers
 
 
@@ -43,6 +52,26 @@ class Config(tiles.Config):
     @property
     def worker_blocks(self) -> int:
         return self.multicast
+
+
+def rounded(problem: QuantizedMatmulProblem) -> bool:
+    """Whether weights are rounded to e4m3 with their scales (ROUNDED in the device code). A scale for all k multiplies
+    the sums instead, if e4m3 holds the weight's values."""
+    exact = per_channel(problem) and problem.qtype in E4M3_FORMATS and not has_zero(problem)
+    return problem.compute_dtype == E4M3 and not exact
+
+
+def is_prepared(problem: QuantizedMatmulProblem) -> bool:
+    """Whether a kernel rounds x first (PREPARED in the device code)."""
+    return problem.x_dtype != E4M3
+
+
+def _row_factors(problem: QuantizedMatmulProblem) -> tuple[int, int]:
+    """Where the factors of rows begin in the workspace, behind x in e4m3, and their bytes: those of all tiles."""
+    if not is_prepared(problem):
+        return 0, 0
+    rows = -(-problem.rows // TILES_N[-1]) * TILES_N[-1] + TILES_N[-1]
+    return aligned(problem.rows * problem.k), aligned(4 * rows)
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
@@ -72,6 +101,8 @@ def _sets(problem: QuantizedMatmulProblem, config: Config, columns: int) -> int:
 def chunk(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Columns of the tile that are multiplied, and then added up, at a time (CHUNK in the device code): narrow chunks
     cost waits, wide ones registers."""
+    if rounded(problem):
+        return config.tile_n
     if config.tile_n % 128 == 0 and _sets(problem, config, 128) >= _sets(problem, config, 64):
         return 128
     return 64 if config.tile_n % 64 == 0 else 32
@@ -79,6 +110,8 @@ def chunk(problem: QuantizedMatmulProblem, config: Config) -> int:
 
 def sums(problem: QuantizedMatmulProblem, config: Config) -> int:
     """Sets of partial sums (SUMS in the device code)."""
+    if rounded(problem):
+        return 1
     return _sets(problem, config, chunk(problem, config))
 
 
@@ -87,7 +120,7 @@ class Fp8(tiles.TileFamily[Config]):
     ABI = 3
     file = "quantized/fp8.cu"
 
-    x_dtypes = ("float8_e4m3fn",)
+    x_dtypes = X_DTYPES
     out_dtypes = ("bfloat16", "float16")  # the tensor cores' sums of e4m3 products are not good enough for float32
     tiles_m, tiles_n = TILES_M, TILES_N
     x_item = 1
@@ -98,14 +131,18 @@ class Fp8(tiles.TileFamily[Config]):
     queues = False
 
     def loop_problem_refusal(self, problem: QuantizedMatmulProblem) -> str | None:
+        if is_prepared(problem) and problem.compute_dtype != E4M3:
+            return f"x of dtype {problem.x_dtype}; accepted: {E4M3}, and with that as compute_dtype also others"
+        if problem.k % K_MULTIPLE:
+            return f"k={problem.k}; accepted: multiples of {K_MULTIPLE}"
+        if rounded(problem):
+            return None
         if problem.qtype not in E4M3_FORMATS:
             return f"a weight of {problem.qtype}, whose values e4m3 does not hold; accepted: {', '.join(E4M3_FORMATS)}"
         if problem.group_size < SHORTEST_GROUP:
             return f"groups of {problem.group_size}; accepted: at least {SHORTEST_GROUP}, the k of an instruction"
         if problem.zero_dtype != "none":
             return f"zero points of dtype {problem.zero_dtype}; accepted: none"
-        if problem.k % K_MULTIPLE:
-            return f"k={problem.k}; accepted: multiples of {K_MULTIPLE}"
         return None
 
     def loop_refusal(self, problem: QuantizedMatmulProblem, config: Config) -> str | None:
@@ -144,6 +181,8 @@ class Fp8(tiles.TileFamily[Config]):
 
     def block_work(self, problem: QuantizedMatmulProblem, config: Config) -> tuple[float, float, float]:
         """Also counts the additions of a period's sums, by all threads of a warpgroup."""
+        if rounded(problem):
+            return 2 * config.m_warpgroups * config.tile_n, config.m_warpgroups * 4 * ROUNDING_SLOTS, 1
         periods = BLOCK_K // period(problem, config)
         promotion = 4 * config.tile_n / 2 * periods
         decode = 4 * dequantize.ISSUE_SLOTS[problem.qtype]
@@ -153,16 +192,57 @@ class Fp8(tiles.TileFamily[Config]):
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
             "E4M3_PRODUCTS": 1,
+            "ROUNDED": int(rounded(problem)),
+            "PREPARED": int(is_prepared(problem)),
+            "X_HALF": int(problem.x_dtype == "float16"),
+            "HALF": 1,
             "PERIOD": period(problem, config),
             "CHUNK": chunk(problem, config),
             "SUMS": sums(problem, config),
         }
 
+    def prepared(self, problem: QuantizedMatmulProblem, config: Config) -> bool:
+        del config
+        return is_prepared(problem)
+
+    def prepared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
+        """Bytes of x in e4m3, and of the factors of its rows."""
+        del config
+        return sum(_row_factors(problem))
+
+    def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
+        return super().operand_bytes(problem) - is_prepared(problem) * problem.rows * problem.k
+
+    def structs(self, problem: QuantizedMatmulProblem, config: Config) -> list[Struct]:
+        more = [_rows_args(problem)] if is_prepared(problem) else []
+        return [*super().structs(problem, config), *more]
+
     def x_map(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> plan.TiledMap:
         """Pairs of e4m3 as elements of 16 bits: the map only moves bytes."""
-        del workspace
         dims, box = (problem.k // 2, problem.rows), (BLOCK_K // 2, config.tile_n // config.multicast)
-        return plan.TiledMap(buffer=0, dtype="float16", dims=dims, strides=(problem.k,), box=box)
+        buffer = workspace if is_prepared(problem) else 0
+        return plan.TiledMap(buffer=buffer, dtype="float16", dims=dims, strides=(problem.k,), box=box)
+
+    def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:
+        """The main kernel's parameters zero points and factors of rows, and the kernel that rounds x, if there is
+        one."""
+        del config
+        factors = plan.Pointer(workspace, _row_factors(problem)[0])
+        operands = (dequantize.zero_pointer(problem), factors)
+        if not is_prepared(problem):
+            return operands, ()
+        rounds = plan.Launch(
+            kernel=self.kernel_name(problem, "_prepare"),
+            grid=(problem.rows, 1, 1),
+            block=(ROW_THREADS, 1, 1),
+            params=(_rows_args(problem), plan.Pointer(0), plan.Pointer(workspace), factors),
+        )
+        return operands, (rounds,)
+
+
+def _rows_args(problem: QuantizedMatmulProblem) -> Struct:
+    """Of the kernel that rounds x: eights of a row."""
+    return Struct("RowsArgs", {"eighths": problem.k // 8})
 
 
 FAMILY = Fp8(Config)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from jax_splitk.kernels.device.structs import Struct
 from jax_splitk.kernels.quantized import dequantize, tiles
 from jax_splitk.kernels.quantized.dequantize import ISSUE_SLOTS, has_zero, per_channel
-from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, k_blocks, whole_tiles
+from jax_splitk.kernels.quantized.tiles import BLOCK_K, WARPGROUP_M, Config, aligned, k_blocks, whole_tiles
 from jax_splitk.problems.problem import nbytes
 from jax_splitk.problems.quantized_matmul import OUT_DTYPES, X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import BYTE_SCALES, FORMATS
@@ -102,13 +102,9 @@ def _operand_dtype(problem: QuantizedMatmulProblem) -> str:
 # ---- workspace: a copy of x, sums of x, slots of partial sums --------------------------------------------------------
 
 
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
-
-
 def copy_bytes(problem: QuantizedMatmulProblem) -> int:
     """Bytes of the copy of x at the begin of the workspace."""
-    return _aligned(problem.rows * row_pitch(problem) * 2) if needs_copy(problem) else 0
+    return aligned(problem.rows * row_pitch(problem) * 2) if needs_copy(problem) else 0
 
 
 def row_pitch(problem: QuantizedMatmulProblem) -> int:
@@ -123,7 +119,7 @@ def _padded_rows(problem: QuantizedMatmulProblem, config: Config) -> int:
 def _sums_bytes(problem: QuantizedMatmulProblem, config: Config) -> int:
     if not needs_sums(problem, config.tile_n):
         return 0
-    return _aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
+    return aligned(k_blocks(problem) * (BLOCK_K // period(problem)) * _padded_rows(problem, config) * 4)
 
 
 def prepare_args(problem: QuantizedMatmulProblem, padded_rows: int) -> Struct:

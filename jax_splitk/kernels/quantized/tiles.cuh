@@ -485,11 +485,14 @@ struct Role {
   }
 };
 
-// Multiplies a lane's sums by the channel scales of its two rows.
-[[maybe_unused]] __device__ inline void scale_channels(const float* channel, size_t row, TileSums& acc) {
-  const float2 scale = load_pair<FLOAT>(reinterpret_cast<const uint8_t*>(channel + row));
+// Multiplies a lane's sums by what its two rows have.
+[[maybe_unused]] __device__ inline void scale_rows(const float2& scale, TileSums& acc) {
 #pragma unroll
   for (int i = 0; i < TILE_SUMS; ++i) acc[i] *= i / 2 % 2 ? scale.y : scale.x;
+}
+
+[[maybe_unused]] __device__ inline void scale_channels(const float* channel, size_t row, TileSums& acc) {
+  scale_rows(load_pair<FLOAT>(reinterpret_cast<const uint8_t*>(channel + row)), acc);
 }
 
 // Ends a piece: `acc` is what a thread has of it.

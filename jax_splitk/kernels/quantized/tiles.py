@@ -123,6 +123,11 @@ def split_tiles(problem: QuantizedMatmulProblem, config: _Config, splits: int) -
     return dataclasses.replace(config, blocks=blocks, whole_tiles=0, splits=splits)
 
 
+def aligned(size: int) -> int:
+    """Bytes of a part of the workspace, so that the next one begins at a multiple of 256."""
+    return -(-size // 256) * 256
+
+
 def tile_bytes(config: Config) -> int:
     """Bytes of a thread block's fp32 sums."""
     return config.tile_m * config.tile_n * 4

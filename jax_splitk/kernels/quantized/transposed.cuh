@@ -77,18 +77,6 @@ __device__ inline void transpose(uint32_t (&a)[4]) {
 
 // ---- factors of groups -----------------------------------------------------------------------------------
 
-// The largest magnitude that a value less `zero` can have.
-__device__ inline float largest_difference(float zero) {
-  constexpr float LOW = FORMAT == INT4    ? -8
-                        : FORMAT == INT8  ? -128
-                        : FORMAT == UINT4 ? 0
-                        : FORMAT == E4M3  ? -448
-                        : FORMAT == E2M1  ? -6
-                                          : -1;
-  constexpr float HIGH = FORMAT == UINT4 ? 15 : FORMAT == INT4 ? 7 : FORMAT == INT8 ? 127 : -LOW;
-  return fmaxf(fabsf(LOW - zero), fabsf(HIGH - zero));
-}
-
 // The power of two for a group: its largest weight over it is below 2^15, which leaves fp16's range to small
 // ones. It and its inverse are normal numbers of fp32.
 __device__ inline float factor_of(float bound) {

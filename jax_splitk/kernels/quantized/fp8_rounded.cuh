@@ -1,0 +1,156 @@
+// The inner loop of quantized_fp8 with weights that are rounded to e4m3. Included by fp8.cu.
+//
+// A weight is decoded to fp16, less its zero point, times its scale over a power of two of its feature
+// (`Rounding`), and rounded to e4m3. So all k have one chain of sums, and nothing is added up beside the
+// tensor cores: groups cost nothing. The tensor cores keep some 14 bits of a sum.
+
+constexpr bool HAS_ZERO = ZERO_TYPE != NONE;
+constexpr int SIXTEENS = 4;  // of a tile of 64 k
+
+// Powers of two of a lane's two features, and what multiplies scales to have the feature's largest weight
+// from 128 to 256: e4m3 ends at 448, and is subnormal below 2^-6.
+struct Rounding {
+  float2 inverse, factor;
+
+  __device__ Rounding(const Schedule& g, const Weight& weight, const Role& role, const Place& at,
+                      const Piece& piece) {
+    const int lane = threadIdx.x % 32;
+    const int first = GROUP ? piece.begin * GROUPS : 0, end = GROUP ? min(piece.end * GROUPS, g.groups) : 1;
+    const size_t row =
+        size_t(at.m_tile(g, role.m_warpgroup)) * g.groups * WARPGROUP_M + role.warp % 4 * 16 + lane / 4 * 2;
+    constexpr int LOADS = HAS_ZERO ? 16 : 32;
+    float2 most = {0.f, 0.f};
+    // Four lanes have these features. Loads of a turn are under way together; beyond the end they are
+    // repeated.
+#pragma unroll 1
+    for (int turn = first; turn < end; turn += 4 * LOADS) {
+#pragma unroll
+      for (int load = 0; load < LOADS; ++load) {
+        const int group = min(turn + 4 * load + lane % 4, end - 1);
+        const size_t item = row + size_t(group) * WARPGROUP_M;
+        const float2 scale = load_pair<SCALE_TYPE>(weight.scale + item * SCALE_ITEM);
+        float2 zero = {0.f, 0.f};
+        if constexpr (HAS_ZERO) zero = load_pair<ZERO_TYPE>(weight.zero + item * ZERO_ITEM);
+        most.x = fmaxf(most.x, fabsf(scale.x) * largest_difference(zero.x));
+        most.y = fmaxf(most.y, fabsf(scale.y) * largest_difference(zero.y));
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      most.x = fmaxf(most.x, __shfl_xor_sync(~0u, most.x, step));
+      most.y = fmaxf(most.y, __shfl_xor_sync(~0u, most.y, step));
+    }
+    factor = {power_below(most.x), power_below(most.y)};
+    inverse = {1.f / factor.x, 1.f / factor.y};
+  }
+};
+
+// What a lane needs of a tile of 64 k of the weight.
+struct RoundedTile {
+  static constexpr int PAIRS = GROUP == 0 ? 1 : TILE_GROUPS;
+  uint32_t words[2][4 * WORDS];  // of the two lanes that this one takes from
+  uint32_t scale[PAIRS][2];      // by group and row, twice in fp16
+  uint32_t minus[PAIRS][2];      // zero points likewise, negative
+
+  __device__ void load(const Reader& in, int tile, const Rounding& rounding) {
+    const uint32_t from = in.words + in.stage * STAGE_BYTES + tile * TILE_BYTES;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+#pragma unroll
+      for (int lane = 0; lane < 2; ++lane) {
+        const uint4 v = load_shared<uint4>(from + i * 512 + lane * 16);
+        words[lane][4 * i] = v.x;
+        words[lane][4 * i + 1] = v.y;
+        words[lane][4 * i + 2] = v.z;
+        words[lane][4 * i + 3] = v.w;
+      }
+    }
+    if constexpr (GROUP > 0) {
+      const uint32_t extra = in.stage * EXTRA_BYTES;
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        const uint32_t at = (tile * 64 / GROUP_K + i) * WARPGROUP_M;
+        set_scale(i, load_pair<SCALE_TYPE>(in.scales + extra + at * SCALE_ITEM), rounding);
+        if constexpr (HAS_ZERO) set_zero(i, load_pair<ZERO_TYPE>(in.zeros + extra + at * ZERO_ITEM));
+      }
+    }
+  }
+
+  __device__ void set_scale(int group, float2 s, const Rounding& rounding) {
+    twice_each(to_f16x2(s.x * rounding.inverse.x, s.y * rounding.inverse.y), scale[group]);
+  }
+
+  __device__ void set_zero(int group, float2 z) { twice_each(to_f16x2(-z.x, -z.y), minus[group]); }
+
+  static __device__ void twice_each(uint32_t pair, uint32_t (&to)[2]) {
+    to[0] = __byte_perm(pair, 0, 0x1010);
+    to[1] = __byte_perm(pair, 0, 0x3232);
+  }
+
+  // The A registers of the tile's two steps of 32 k.
+  __device__ void round(const Reader& in, uint32_t (&a)[2][4]) const {
+#pragma unroll
+    for (int sixteen = 0; sixteen < SIXTEENS; ++sixteen) {
+      uint32_t own[WORDS], value[4];
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        own[i] = __byte_perm(words[0][sixteen * WORDS + i], words[1][sixteen * WORDS + i], in.pick);
+      }
+      dequantize(own, value);  // k 0 and 1 of both rows, then k 2 and 3
+      const int group = GROUP == 0 ? 0 : sixteen * 16 / (GROUP_K < 64 ? GROUP_K : 64);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (HAS_ZERO) value[i] = fma_f16x2(value[i], twice(0x3c00), minus[group][i % 2]);
+        value[i] = fma_f16x2(value[i], scale[group][i % 2], twice(0x8000));
+      }
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        a[sixteen / 2][sixteen % 2 * 2 + row] = f16x4_to_e4m3x4(value[row], value[row + 2]);
+      }
+    }
+  }
+};
+
+__device__ inline void add_blocks(Reader& in, int blocks, RoundedTile& tile, const Rounding& rounding,
+                                  Accumulator& acc) {
+  uint32_t a[2][2][4];
+#pragma unroll
+  for (int i = 0; i < ACCUMULATORS; ++i) acc[i] = 0.f;
+  in.released = NOBODY;
+  in.wait_full();
+  tile.load(in, 0, rounding);
+  while (true) {
+    const uint64_t b = in.operand();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      tile.round(in, a[half]);
+      multiply_batch<2>(a[half], b + (half * 64 >> 4), acc, GMMA::ScaleOut::One);
+      if (half == 1) {
+        in.advance();
+        if (--blocks > 0) in.wait_full();
+      }
+      if (half == 0 || blocks > 0) tile.load(in, 1 - half, rounding);
+      // The other half's fragments are free and, in the second block and later, the stage before this one.
+      wait_batches<1>();
+      if (half == 0) in.release();
+    }
+    if (blocks == 0) break;
+  }
+  wait_batches<0>(acc);
+  in.release();
+}
+
+// The sums of a piece, and what multiplies those of a lane's two features.
+__device__ inline float2 add_rounded(const Kernel& kernel, const Weight& weight, const Role& role,
+                                     const Piece& piece, Reader& in, Accumulator& acc) {
+  const Place at = place_of(kernel.g, piece.tile, cluster_rank());
+  const Rounding rounding(kernel.g, weight, role, at, piece);
+  RoundedTile tile;
+  if constexpr (GROUP == 0) {
+    const size_t row = role.channel(kernel.g, at);
+    tile.set_scale(0, load_pair<SCALE_TYPE>(weight.scale + row * SCALE_ITEM), rounding);
+    if constexpr (HAS_ZERO) tile.set_zero(0, load_pair<ZERO_TYPE>(weight.zero + row * ZERO_ITEM));
+  }
+  add_blocks(in, role.blocks(piece), tile, rounding, acc);
+  return rounding.factor;
+}
