@@ -844,6 +844,7 @@ def _fp8() -> Iterator[Run]:
             fp8.Config(128, 64, 2, 4, multicast=2),
         ),
         (products.Case(70, 256, 300, "int4", 256, compute=E4M3, bias="bfloat16"), fp8.Config(128, 64, 2, 4)),
+        (dataclasses.replace(several, rows=200, k=1024), fp8.Config(128, 256, 4, 4, splits=2)),
         (dataclasses.replace(several, group_size=32), fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2)),
     ):
         yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config) if config.splits == 1 else config, case)

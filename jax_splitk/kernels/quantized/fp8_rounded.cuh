@@ -45,12 +45,28 @@ struct Rounding {
   }
 };
 
+// Integers of 4 bits are the bits 4 to 7 of an fp16 from 64 to 79, in which they stand for LEAST and more.
+// Without zero points one fused multiply-add subtracts LEAST and scales (FOLDED): exactly, but for its one
+// rounding, since LEAST has 4 significant bits and a scale is rounded to 7 of fp16's 11.
+constexpr bool CODES = FORMAT == INT4 || FORMAT == UINT4, FOLDED = CODES && !HAS_ZERO;
+constexpr float LEAST = FORMAT == INT4 ? 72 : 64;
+constexpr uint32_t OFFSET = FORMAT == INT4 ? 0xd480 : 0xd400;  // -LEAST in fp16
+
+// Codes of a lane's two rows, of k 0 and 1, then those of k 2 and 3.
+__device__ inline void place_codes(uint32_t word, uint32_t (&a)[4]) {
+  constexpr uint32_t MASK = 0x00f000f0, SIXTY_FOUR = 0x54005400;
+  a[0] = and_or(word << 4, MASK, SIXTY_FOUR);
+  a[1] = and_or(word, MASK, SIXTY_FOUR);
+  a[2] = and_or(word >> 4, MASK, SIXTY_FOUR);
+  a[3] = and_or(word >> 8, MASK, SIXTY_FOUR);
+}
+
 // What a lane needs of a tile of 64 k of the weight.
 struct RoundedTile {
   static constexpr int PAIRS = GROUP == 0 ? 1 : TILE_GROUPS;
   uint32_t words[2][4 * WORDS];  // of the two lanes that this one takes from
   uint32_t scale[PAIRS][2];      // by group and row, twice in fp16
-  uint32_t minus[PAIRS][2];      // zero points likewise, negative
+  uint32_t minus[PAIRS][2];      // what is added before the scale multiplies; FOLDED: after that
 
   __device__ void load(const Reader& in, int tile, const Rounding& rounding) {
     const uint32_t from = in.words + in.stage * STAGE_BYTES + tile * TILE_BYTES;
@@ -77,10 +93,18 @@ struct RoundedTile {
   }
 
   __device__ void set_scale(int group, float2 s, const Rounding& rounding) {
-    twice_each(to_f16x2(s.x * rounding.inverse.x, s.y * rounding.inverse.y), scale[group]);
+    uint32_t pair = to_f16x2(s.x * rounding.inverse.x, s.y * rounding.inverse.y);
+    if constexpr (FOLDED) {
+      pair = pair + 0x00080008u & 0xfff0fff0u;
+      twice_each(fma_f16x2(pair, twice(OFFSET), twice(0x8000)), minus[group]);
+    }
+    twice_each(pair, scale[group]);
   }
 
-  __device__ void set_zero(int group, float2 z) { twice_each(to_f16x2(-z.x, -z.y), minus[group]); }
+  __device__ void set_zero(int group, float2 z) {
+    const float more = CODES ? LEAST : 0.f;
+    twice_each(to_f16x2(-z.x - more, -z.y - more), minus[group]);
+  }
 
   static __device__ void twice_each(uint32_t pair, uint32_t (&to)[2]) {
     to[0] = __byte_perm(pair, 0, 0x1010);
@@ -96,12 +120,16 @@ struct RoundedTile {
       for (int i = 0; i < WORDS; ++i) {
         own[i] = __byte_perm(words[0][sixteen * WORDS + i], words[1][sixteen * WORDS + i], in.pick);
       }
-      dequantize(own, value);  // k 0 and 1 of both rows, then k 2 and 3
+      if constexpr (CODES) {
+        place_codes(own[0], value);
+      } else {
+        dequantize(own, value);  // in the same order
+      }
       const int group = GROUP == 0 ? 0 : sixteen * 16 / (GROUP_K < 64 ? GROUP_K : 64);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (HAS_ZERO) value[i] = fma_f16x2(value[i], twice(0x3c00), minus[group][i % 2]);
-        value[i] = fma_f16x2(value[i], scale[group][i % 2], twice(0x8000));
+        value[i] = fma_f16x2(value[i], scale[group][i % 2], FOLDED ? minus[group][i % 2] : twice(0x8000));
       }
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
