@@ -29,7 +29,7 @@ from benchmarks.quantized_products import Arrays, Product
 from benchmarks.report import copy_rate, on_gpu, percent, rate, say
 from jax_splitk import kernels
 from jax_splitk.ops.decision import Decision
-from jax_splitk.problems.quantized_matmul import X_DTYPES
+from jax_splitk.problems.quantized_matmul import COMPUTE_DTYPES, X_DTYPES
 from jax_splitk.quantized.formats import FORMATS, SCALE_DTYPES
 from jax_splitk.runtime import compiler, execute
 from jax_splitk.runtime.plan import DevicePlan
@@ -351,6 +351,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--scale-dtype", choices=SCALE_DTYPES, default="bfloat16", help="of the scales; bfloat16")
     parser.add_argument("--zero-points", action="store_true", help="for each scale, as AWQ has them")
+    parser.add_argument("--compute-dtype", choices=COMPUTE_DTYPES, help="of our product; none")
     parser.add_argument(
         "--against", nargs="*", choices=tuple(TITLES), default=tuple(TITLES), help="whom to compare with; all"
     )
@@ -391,6 +392,7 @@ def selected(options: argparse.Namespace) -> list[Case]:
         group_size=options.group_size or None,
         scale_dtype=options.scale_dtype,
         zero_points=options.zero_points,
+        compute_dtype=options.compute_dtype,
     )
     if not options.quick:
         return found

@@ -34,6 +34,7 @@ class Case:
     group_size: int | None = 64
     scale_dtype: str = "bfloat16"
     zero_points: bool = False  # for each scale, of its dtype
+    compute_dtype: str | None = None
 
     @property
     def weight(self) -> str:
@@ -54,7 +55,10 @@ class Case:
     def problem(self) -> QuantizedMatmulProblem:
         types = (self.x_dtype, self.out_dtype, self.qtype, self.group, self.scale_dtype)
         zero_dtype = self.scale_dtype if self.zero_points else "none"
-        return QuantizedMatmulProblem(self.rows, self.k, self.features, *types, zero_dtype)
+        compute_dtype = self.compute_dtype or "none"
+        return QuantizedMatmulProblem(
+            self.rows, self.k, self.features, *types, zero_dtype, compute_dtype=compute_dtype
+        )
 
     def shrunk(self) -> "Case":
         """The same for a CPU: sides about 16 times smaller, of whole tiles and groups."""
@@ -73,6 +77,7 @@ def select(
     group_size: int | None = 64,
     scale_dtype: str = "bfloat16",
     zero_points: bool = False,
+    compute_dtype: str | None = None,
 ) -> list[Case]:
     """The cases, weight by weight; all of `WEIGHTS` and `ROWS` by default.
 
@@ -90,7 +95,7 @@ def select(
         integers = ", ".join(name for name, fmt in FORMATS.items() if fmt.integer)
         raise ValueError(f"zero_points with qtype={qtype!r}; accepted: {integers}")
     cases = [
-        Case(features, k, n, x_dtype, qtype, group_size, scale_dtype, zero_points)
+        Case(features, k, n, x_dtype, qtype, group_size, scale_dtype, zero_points, compute_dtype)
         for features, k in dict.fromkeys(sides)
         for n in rows or ROWS
     ]

@@ -87,7 +87,8 @@ def _zero_point(case: Case, key: jax.Array, shape: tuple[int, ...]) -> jax.Array
 
 
 def _ours(case: Case, x: jax.Array, *weight: jax.Array) -> jax.Array:
-    return quantized_matmul(x, packed(case, *weight), preferred_element_type=case.out_dtype)
+    dtypes = {"preferred_element_type": case.out_dtype, "compute_dtype": case.compute_dtype}
+    return quantized_matmul(x, packed(case, *weight), **dtypes)
 
 
 def _stored_weight(case: Case, key: jax.Array) -> Arrays:

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.cases import Case
 from jax_splitk.kernels.cpu import wgrad as host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
+from jax_splitk.problems.problem import stored_fields
 from jax_splitk.runtime.target import target_for
 from jax_splitk.tuning import store
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -41,7 +42,7 @@ def got(folder: pathlib.Path, key: Key) -> Entry | None:
 
 
 def as_dict(problem: ConvWgradProblem) -> dict[str, Any]:
-    return json.loads(json.dumps({"op": problem.op, **dataclasses.asdict(problem)}))
+    return json.loads(json.dumps({"op": problem.op, **stored_fields(problem)}))
 
 
 def as_json(*problems: ConvWgradProblem) -> str:

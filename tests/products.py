@@ -247,6 +247,13 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return values.astype(jnp.dtype(E4M3)).astype(np.float64)
 
 
+def in_e4m3(values: np.ndarray, axis: int) -> np.ndarray:
+    """Values rounded to e4m3 over powers of two along an axis, of which the largest is from 128 to 256."""
+    _, exponent = np.frexp(np.abs(values).max(axis, keepdims=True))
+    factor = 2.0 ** (exponent - 8)
+    return to_e4m3(values / factor) * factor
+
+
 def parts_bound(case: Case, q: QuantizedArray, weight: np.ndarray) -> np.ndarray:
     """How far a weight in bfloat16 may be from its definition where it is computed from parts of its scale and zero
     point (`tiled.in_parts`): half a last place and 2^-16 of it, and with a zero point 2^-8 of the scale."""

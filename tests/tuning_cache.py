@@ -162,6 +162,7 @@ def random_product(rng: np.random.Generator) -> QuantizedMatmulProblem:
         scale_dtype=pick(*SCALE_DTYPES),
         zero_dtype=zero_dtype,
         channel_dtype=pick("none", "float32"),
+        compute_dtype=pick("none", "float8_e4m3fn"),
     )
     problem.validate()
     return problem
@@ -193,6 +194,7 @@ def random_key(rng: np.random.Generator, target: Target, op: str = "conv_wgrad")
             problem = RaggedDotProblem(mode, groups, m, k, n, dtype, out_dtype)
         elif op.startswith("quantized_ragged_dot"):
             fields = dict(vars(random_product(rng)))
+            del fields["compute_dtype"]
             renamed = {"m": fields.pop("rows"), "n": fields.pop("features"), "dtype": fields.pop("x_dtype")}
             problem = OPERATIONS[op].problem(groups=int(rng.integers(1, 9)), **renamed, **fields)
         else:

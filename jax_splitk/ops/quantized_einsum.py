@@ -23,6 +23,7 @@ def quantized_dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
+    compute_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
 ) -> jax.Array:
@@ -33,8 +34,10 @@ def quantized_dot_general(
       rhs: the other of the two.
       dimension_numbers: as in lax.dot_general. The weight's contracting axes must be those that it was packed for, and
         its batch axes its stack.
-      precision: accepted, since layers pass it, and without effect: sums are float32, and operands are not rounded.
+      precision: accepted, since layers pass it, and without effect: sums are float32, and no operand is rounded but to
+        the compute_dtype.
       preferred_element_type: as in `quantized_matmul`.
+      compute_dtype: as in `quantized_matmul`.
       implementation: as in `quantized_matmul`.
       config: as in `quantized_matmul`.
 
@@ -68,13 +71,15 @@ def quantized_dot_general(
         for x_axis, w_axis in zip(of_x, of_w, strict=True):
             x_names[x_axis] = w_names[w_axis]
     out = [*batch, *kept, *free] if weight_first else [*batch, *free, *kept]
-    return _product(x, w, x_names, w_names, out, given, preferred_element_type, implementation, config)
+    dtypes = {"preferred_element_type": preferred_element_type, "compute_dtype": compute_dtype}
+    return _product(x, w, x_names, w_names, out, given, dtypes, implementation, config)
 
 
 def quantized_einsum(
     subscripts: str,
     *operands: Any,
     preferred_element_type: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: Any = None,
 ) -> jax.Array:
@@ -86,6 +91,7 @@ def quantized_einsum(
         leading axes of the activations.
       *operands: activations and a PackedWeight, in either order.
       preferred_element_type: as in `quantized_matmul`.
+      compute_dtype: as in `quantized_matmul`.
       implementation: as in `quantized_matmul`.
       config: as in `quantized_matmul`.
 
@@ -115,7 +121,8 @@ def quantized_einsum(
         result = [*leading, *sorted(name for name, count in counts.items() if count == 1 and len(name) == 1)]
     else:
         result = _names(out, len(out.replace("...", "")) + sum(len(name) > 1 for name in names_of_x), given)
-    return _product(x, w, names_of_x, names_of_w, result, given, preferred_element_type, implementation, config)
+    dtypes = {"preferred_element_type": preferred_element_type, "compute_dtype": compute_dtype}
+    return _product(x, w, names_of_x, names_of_w, result, given, dtypes, implementation, config)
 
 
 def _operands(x: Any, w: Any) -> tuple[PackedWeight, jax.Array]:
@@ -146,7 +153,7 @@ def _product(
     w_names: Sequence[str],
     out_names: Sequence[str],
     given: str,
-    preferred_element_type: DTypeLike | None,
+    dtypes: dict[str, DTypeLike | None],
     implementation: Implementation | None,
     config: Any,
 ) -> jax.Array:
@@ -172,8 +179,8 @@ def _product(
     product = quantized_matmul(
         x.transpose(order),
         w,
-        preferred_element_type=preferred_element_type,
         implementation=implementation,
         config=config,
+        **dtypes,
     )
     return product.transpose([made.index(name) for name in out_names])

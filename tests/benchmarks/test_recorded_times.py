@@ -108,7 +108,7 @@ KNOWN: dict[Option, str] = {
     Option("dot_few_rows", "tile_m", 128): "few products of few rows were timed so far",
     Option("dot_few_rows", "tile_m", 256): "few products of few rows were timed so far",
     Option("dot_few_rows", "tile_n"): "few products of few rows were timed so far",
-    Option("quantized_experts"): "no grouped product with packed weights was timed so far",
+    Option("quantized_experts", "k_warpgroups", 2): "seven grouped products with packed weights were timed so far",
     Option("ragged_k", "workers", None): "the GPU's multiprocessors",
     Option("ragged_m", "workers", None): "the GPU's multiprocessors",
 }

@@ -281,7 +281,9 @@ CODE = {
         "OUT TILE_N TILES WARPGROUPS CLUSTER GROUP SCALE_TYPE ZERO_TYPE ACTIVATION RESIDUAL_TYPE NORM",
     ),
     "quantized/fp8.cu": Code(
-        _fp8, "FORMAT SCALE_TYPE GROUP CHUNK", "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS ACTIVATION"
+        _fp8,
+        "FORMAT SCALE_TYPE GROUP CHUNK ROUNDED",
+        "OUT TILE_N M_WARPGROUPS K_WARPGROUPS MULTICAST SPLITS ACTIVATION ZERO_TYPE PREPARED X_HALF",
     ),
     "quantized/tiled.cu": Code(
         _tiled,
@@ -350,12 +352,13 @@ def quantized_products() -> list[Problem]:
     sizes = itertools.cycle(((64, 8192, 3584), (8, 1024, 1024), (256, 8192, 8192), (17, 1088, 333), (4096, 1024, 640)))
     groups = itertools.cycle((64, 32, 128, 0, 64, 16))
     e4m3 = ({"x_dtype": "float8_e4m3fn"}, {"x_dtype": "float8_e4m3fn", "out_dtype": "float16"})
+    rounded = [{**types, "compute_dtype": "float8_e4m3fn"} for types in (*e4m3, {}, products.HALF)]
     of_bytes = (
         {"scale_dtype": formats.E8M0},
         {"scale_dtype": "float8_e4m3fn", "channel_dtype": "float32"},
         {"scale_dtype": formats.E8M0, "channel_dtype": "float32", "x_dtype": "float8_e4m3fn"},
     )
-    kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3, *of_bytes))
+    kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3, *of_bytes, *rounded))
     found: list[Problem] = []
     for (qtype, zero, types), size, group in zip(kinds, sizes, groups, strict=False):
         if zero == "none" or qtype in formats.INTEGERS:

@@ -8,8 +8,10 @@
 // Order of k: WGMMA takes x as it lies in memory, so lane t of four needs k 4t to 4t + 3 of each 16, of which
 // the packed words of two lanes hold two each: it reads both lanes' words and takes half of each (`pick`).
 //
-// Macros: those of tiles.cuh (no float32 results; zero points only where ROUNDED), ROUNDED; CHUNK, the
-// columns of a tile that are multiplied at a time (ROUNDED: all).
+// PREPARED: x has 16 bits, and KERNEL(_prepare) rounds it (rounded_rows.cuh).
+//
+// Macros: those of tiles.cuh (no float32 results; zero points only where ROUNDED), ROUNDED, PREPARED; CHUNK,
+// the columns of a tile that are multiplied at a time (ROUNDED: all).
 
 #define COLUMNS CHUNK
 #include "device/wgmma_rs.cuh"

@@ -16,7 +16,7 @@ deterministic.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from jax_splitk.kernels.base.family import field_refusal
 from jax_splitk.kernels.device.structs import Struct
@@ -26,6 +26,7 @@ from jax_splitk.kernels.quantized.tiles import BLOCK_K, aligned, whole_tiles
 from jax_splitk.problems.quantized_matmul import X_DTYPES, QuantizedMatmulProblem
 from jax_splitk.quantized.formats import BYTE_SCALES
 from jax_splitk.runtime import plan
+from jax_splitk.runtime.target import Target
 
 E4M3 = "float8_e4m3fn"
 ROW_THREADS = 256  # of a thread block of the kernel that rounds x
@@ -34,7 +35,9 @@ TILES_M = (128, 256)
 TILES_N = (32, 64, 96, 128, 192, 256)
 MULTICASTS = (1, 2)
 MAX_REGISTERS = 232
-ROUNDING_SLOTS = 250  # issue slots of a warp that decodes, scales and rounds 64 values of each of 64 rows
+# Rounding x of 16 bits: a launch, and what an element takes (H200, 512 to 1,024 rows).
+PREPARE_SECONDS, PREPARE_SECONDS_EACH = 3e-6, 0.72e-12
+ROUNDING_SLOTS = 180  # issue slots of a warp that decodes, scales and rounds 64 values of each of 64 rows
 WIDEST_OF_256 = 64  # with four warpgroups a thread has few registers
 
 
@@ -64,6 +67,11 @@ def rounded(problem: QuantizedMatmulProblem) -> bool:
 def is_prepared(problem: QuantizedMatmulProblem) -> bool:
     """Whether a kernel rounds x first (PREPARED in the device code)."""
     return problem.x_dtype != E4M3
+
+
+def _with_e4m3(problem: QuantizedMatmulProblem) -> QuantizedMatmulProblem:
+    """The problem of the x that the main kernel multiplies."""
+    return dataclasses.replace(problem, x_dtype=E4M3)
 
 
 def _row_factors(problem: QuantizedMatmulProblem) -> tuple[int, int]:
@@ -189,6 +197,17 @@ class Fp8(tiles.TileFamily[Config]):
         chunks = periods * config.tile_n / chunk(problem, config) / sums(problem, config)
         return 2 * config.m_warpgroups * config.tile_n, config.m_warpgroups * (promotion + decode), 1 + chunks
 
+    def estimates(self, problem: QuantizedMatmulProblem, configs: Sequence[Config], target: Target) -> list[float]:
+        more = 0.0
+        if is_prepared(problem):
+            more = PREPARE_SECONDS + PREPARE_SECONDS_EACH * problem.rows * problem.k
+        return [seconds + more for seconds in super().estimates(_with_e4m3(problem), configs, target)]
+
+    def by_estimate(
+        self, problem: QuantizedMatmulProblem, configs: Iterable[Config], target: Target
+    ) -> list[Config]:
+        return super().by_estimate(_with_e4m3(problem), configs, target)
+
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:
         return {
             "E4M3_PRODUCTS": 1,
@@ -201,17 +220,10 @@ class Fp8(tiles.TileFamily[Config]):
             "SUMS": sums(problem, config),
         }
 
-    def prepared(self, problem: QuantizedMatmulProblem, config: Config) -> bool:
-        del config
-        return is_prepared(problem)
-
     def prepared_bytes(self, problem: QuantizedMatmulProblem, config: Config) -> int:
         """Bytes of x in e4m3, and of the factors of its rows."""
         del config
         return sum(_row_factors(problem))
-
-    def operand_bytes(self, problem: QuantizedMatmulProblem) -> int:
-        return super().operand_bytes(problem) - is_prepared(problem) * problem.rows * problem.k
 
     def structs(self, problem: QuantizedMatmulProblem, config: Config) -> list[Struct]:
         more = [_rows_args(problem)] if is_prepared(problem) else []
@@ -241,7 +253,7 @@ class Fp8(tiles.TileFamily[Config]):
 
 
 def _rows_args(problem: QuantizedMatmulProblem) -> Struct:
-    """Of the kernel that rounds x: eights of a row."""
+    """The sizes for the kernel that rounds x: eights of a row."""
     return Struct("RowsArgs", {"eighths": problem.k // 8})
 
 

@@ -34,6 +34,7 @@ from tests.products import (
     error,
     exact_weight,
     few_and_single_ranges,
+    in_e4m3,
     integers,
     normal,
     operands,
@@ -146,13 +147,21 @@ BYTES = [  # scales of a byte, and channel scales
     Case(70, 320, 300, E4M3, 64, None, E4M3, E4M3, "float16", True),
     Case(200, 1008, 130, "int4", 1008, None, E8M0, E4M3, channel=True), Case(16, 2048, 330, "int4", 128, None, E8M0),
 ]  # fmt: skip
+IN_E4M3 = [  # of which quantized_fp8 rounds x and the weight
+    Case(100, 1088, 200, x_dtype=E4M3), Case(257, 448, 129, "nf4", 64), Case(130, 1008, 300, "int8", 1008, "own"),
+    Case(70, 320, 300, "uint4", 32, "bfloat16", **HALF), Case(300, 2048, 640, "uint4", 128, "own", "float16"),
+    Case(96, 512, 136, "float4_e2m1fn", 16, None, E4M3, E4M3, channel=True), Case(20, 1280, 330, E4M3, 128, None, E8M0),
+    Case(33, 576, 330, group_size=576, out_dtype="float16"), Case(1000, 640, 77, "int4", 64, "float32", "float32"),
+    Case(200, 1024, 520, "int8", 16, x_dtype=E4M3),
+]  # fmt: skip
+IN_E4M3 = [dataclasses.replace(case, compute=E4M3) for case in IN_E4M3]
 ALL_TYPES = (*TYPES, {"x_dtype": E4M3}, {"x_dtype": E4M3, "out_dtype": "float32", "scale_dtype": "float32"})
 EXACT = [
     dataclasses.replace(case, **ALL_TYPES[(index + step) % len(ALL_TYPES)])
     for index, case in enumerate(ODD)
     for step in (0, 3)
 ]
-EXACT += [*EIGHT_BITS, *BYTES]
+EXACT += [*EIGHT_BITS, *BYTES, *IN_E4M3]
 SUITE = [Case(n, 8192, features) for n, features in ((1, 3584), (8, 28672), (32, 3584), (64, 8192), (256, 3584),
          (4096, 3584))]  # fmt: skip
 SUITE += [Case(n, 8192, features, x_dtype=E4M3) for n, features in ((8, 3584), (64, 8192), (128, 3584), (1024, 8192))]
@@ -199,21 +208,24 @@ LONG = [
 REPEATED = [
     Case(16, 8192, 8192), Case(9, 1111, 300, "int8", 1111, "bfloat16"), Case(64, 8192, 8192, x_dtype=E4M3),
     Case(300, 8192, 1000, x_dtype=E4M3), Case(64, 2048, 200), Case(130, 1008, 300, E4M3, 1008, x_dtype=E4M3),
+    Case(300, 8192, 1000, compute=E4M3),
 ]  # fmt: skip
 SPOILED = [
     *(dataclasses.replace(ODD[index], out_dtype="float32") for index in (1, 4, 6, 8, 9, 19, 21)), ODD[1], ODD[19],
     *(dataclasses.replace(ODD[index], x_dtype=E4M3) for index in (1, 4, 9)), *EIGHT_BITS[:4], EIGHT_BITS[7],
+    *(IN_E4M3[index] for index in (0, 3, 4)),
 ]  # fmt: skip
 NAN_WEIGHTS = [
     ODD[6], ODD[12], ODD[9], ODD[16], dataclasses.replace(ODD[16], x_dtype=E4M3),
     Case(70, 190, 100, "uint4", 190, "float32"), Case(33, 300, 72, E4M3, 300),
     Case(33, 256, 72, E4M3, 32, out_dtype="float32"), *EIGHT_BITS[6:8], Case(31, 384, 130, E4M3, 128, x_dtype=E4M3),
+    *(IN_E4M3[index] for index in (3, 6, 8)),
 ]  # fmt: skip
 
 
 def device_code() -> set[compiler.Source]:
     counts = [(cases, FEW) for cases in (DECODED, EXTREMES, FLOAT16, LONG, REPEATED, SPOILED, NAN_WEIGHTS)]
-    counts += [(EXACT, SEVERAL), (SUITE, SEVERAL)]
+    counts += [(EXACT, SEVERAL), (SUITE, SEVERAL), (IN_E4M3, FEW)]
     found = set()
     for cases, count in counts:
         for family, turn, case in (param.values for param in serving(cases)):
@@ -354,6 +366,36 @@ def test_as_accurate_as_a_float32_product(family: Family, turn: int, case: Case)
     for config in configs(family, case, FEW, turn):
         mine = error(product(family, case, config, prepack(q))(x), exact)
         assert mine <= 2 * theirs, (config, mine, theirs)
+
+
+@pytest.mark.parametrize(("turn", "case"), list(enumerate(IN_E4M3)), ids=str)
+def test_weights_are_rounded_to_e4m3_once(turn: int, case: Case) -> None:
+    """One-hot activations decode each weight. It may be off by half a last place of e4m3, which is subnormal far below
+    the feature's largest weight, and by 2^-8 of it for the scale, and for the result."""
+    q, weight = case.every_code("float16")
+    largest = np.abs(weight).max(0)
+    bound = np.abs(weight) * (2.0**-4 + 2.0**-7) + largest * 2.0**-16
+    for config in configs(fp8.FAMILY, case, FEW, turn):
+        call = product(fp8.FAMILY, case, config, prepack(q))
+        x = np.zeros((case.rows, case.k))
+        rows = np.arange(case.rows)
+        ks = (rows * max(1, case.k // case.rows) + 3) % case.k
+        x[rows, ks] = 1
+        found = call(x).astype(np.float64)
+        assert (np.abs(found - weight[ks]) <= bound[ks]).all(), config
+
+
+@pytest.mark.parametrize(("turn", "case"), list(enumerate(IN_E4M3)), ids=str)
+def test_as_accurate_as_operands_in_e4m3(turn: int, case: Case) -> None:
+    """The error is at most 1.25 times that of the exact product of operands that are rounded to e4m3."""
+    q, weight = case.every_code("float16")
+    x = normal(case)
+    exact_x = np.asarray(x.astype(jnp.float32), np.float64)
+    exact = exact_x @ weight
+    theirs = error(in_e4m3(exact_x, 1) @ in_e4m3(weight, 0), exact)
+    for config in configs(fp8.FAMILY, case, FEW, turn):
+        mine = error(product(fp8.FAMILY, case, config, prepack(q))(x), exact)
+        assert mine <= 1.25 * theirs, (config, mine, theirs)
 
 
 @by_case(REPEATED)
