@@ -56,9 +56,7 @@ class Case:
         types = (self.x_dtype, self.out_dtype, self.qtype, self.group, self.scale_dtype)
         zero_dtype = self.scale_dtype if self.zero_points else "none"
         compute_dtype = self.compute_dtype or "none"
-        return QuantizedMatmulProblem(
-            self.rows, self.k, self.features, *types, zero_dtype, compute_dtype=compute_dtype
-        )
+        return QuantizedMatmulProblem(self.rows, self.k, self.features, *types, zero_dtype, compute_dtype=compute_dtype)
 
     def shrunk(self) -> "Case":
         """The same for a CPU: sides about 16 times smaller, of whole tiles and groups."""

@@ -820,36 +820,34 @@ def _fp8() -> Iterator[Run]:
         (dataclasses.replace(plain, k=1024, features=203), fp8.Config(128, 32, 4, 6, splits=3, k_warpgroups=2)),
     ):
         yield Run(fp8.FAMILY, case.problem, config, case)
-    # Weights that are rounded to e4m3: formats, groups, zero points, and a feature's scales by several lanes.
-    rounded = dataclasses.replace(plain, compute=E4M3)
-    several = dataclasses.replace(deep, compute=E4M3)
-    for case, config in (
-        (rounded, fp8.Config(128, 32, 2, 5)),
-        (dataclasses.replace(rounded, rows=150, qtype="uint4", zero="own", group_size=32), fp8.Config(128, 32, 2, 4)),
-        (dataclasses.replace(rounded, rows=130, qtype="int8", group_size=384), fp8.Config(128, 192, 2, 2, multicast=2)),
-        (products.Case(70, 320, 300, "nf4", 64, None, HALF, E4M3, HALF, compute=E4M3), fp8.Config(256, 64, 2, 4)),
-        (
-            products.Case(130, 208, 140, "float4_e2m1fn", 16, None, E4M3, E4M3, channel=True, compute=E4M3),
-            fp8.Config(128, 256, 2, 2),
-        ),
-        (
-            products.Case(9, 336, 130, "int8", 336, "float32", "float32", E4M3, HALF, compute=E4M3),
-            fp8.Config(128, 64, 2, 2),
-        ),
-        (products.Case(40, 384, 136, E4M3, 128, None, E8M0, E4M3, compute=E4M3), fp8.Config(128, 64, 3, 3)),
-        # x of 16 bits, which another kernel rounds.
-        (products.Case(20, 384, 136, compute=E4M3), fp8.Config(128, 32, 2, 5)),
-        (
-            products.Case(130, 2064, 140, "uint4", 16, "own", HALF, HALF, HALF, compute=E4M3, residual=HALF),
-            fp8.Config(128, 64, 2, 4, multicast=2),
-        ),
-        (products.Case(70, 256, 300, "int4", 256, compute=E4M3, bias="bfloat16"), fp8.Config(128, 64, 2, 4)),
-        (dataclasses.replace(several, rows=200, k=1024), fp8.Config(128, 256, 4, 4, splits=2)),
-        (dataclasses.replace(several, group_size=32), fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2)),
-    ):
-        yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config) if config.splits == 1 else config, case)
     gated = products.Case(20, 384, 144, x_dtype=E4M3, bias="bfloat16", activation="swiglu", residual="bfloat16")
     yield Run(fp8.FAMILY, gated.problem, products.without_idle(gated.problem, fp8.Config(128, 32, 2, 3)), gated)
+
+
+def _rounded() -> Iterator[Run]:
+    """Weights that are rounded to e4m3: formats, groups, zero points, and x of 16 bits, which another kernel rounds."""
+    plain = products.Case(20, 384, 136, x_dtype=E4M3, compute=E4M3)
+    narrow = dataclasses.replace(plain, rows=70, features=300, qtype="nf4", k=320, scale_dtype=HALF, out_dtype=HALF)
+    channel = products.Case(130, 208, 140, "float4_e2m1fn", 16, None, E4M3, E4M3, channel=True, compute=E4M3)
+    whole = products.Case(9, 336, 130, "int8", 336, "float32", "float32", E4M3, HALF, compute=E4M3)
+    prepared = products.Case(130, 2064, 140, "uint4", 16, "own", HALF, HALF, HALF, residual=HALF, compute=E4M3)
+    for case, config in (
+        (plain, fp8.Config(128, 32, 2, 5)),
+        (dataclasses.replace(plain, rows=150, qtype="uint4", zero="own", group_size=32), fp8.Config(128, 32, 2, 4)),
+        (dataclasses.replace(plain, rows=130, qtype="int8", group_size=384), fp8.Config(128, 192, 2, 2, multicast=2)),
+        (narrow, fp8.Config(256, 64, 2, 4)),
+        (channel, fp8.Config(128, 256, 2, 2)),
+        (whole, fp8.Config(128, 64, 2, 2)),
+        (dataclasses.replace(plain, qtype=E4M3, group_size=128, scale_dtype=E8M0), fp8.Config(128, 64, 3, 3)),
+        (dataclasses.replace(plain, x_dtype="bfloat16"), fp8.Config(128, 32, 2, 5)),
+        (prepared, fp8.Config(128, 64, 2, 4, multicast=2)),
+        (products.Case(70, 256, 300, "int4", 256, compute=E4M3, bias="bfloat16"), fp8.Config(128, 64, 2, 4)),
+    ):
+        yield Run(fp8.FAMILY, case.problem, products.without_idle(case.problem, config), case)
+    deep = dataclasses.replace(plain, rows=200, k=1024)
+    yield Run(fp8.FAMILY, deep.problem, fp8.Config(128, 256, 4, 4, splits=2), deep)
+    shared = dataclasses.replace(plain, rows=40, k=1088, group_size=32)
+    yield Run(fp8.FAMILY, shared.problem, fp8.Config(128, 64, 4, 4, splits=2, k_warpgroups=2), shared)
 
 
 def _tiled() -> Iterator[Run]:
@@ -1048,7 +1046,7 @@ RUNS = list(
         *(_depthwise_passes(), _toeplitz_passes(), _grouped_passes(), _dense_passes(), conv_epilogue_runs()),
         *(_patches(), _stems()),
         _adapted(),
-        *(_dot(), _few_rows(), _stream(), _fp8(), _tiled(), _transposed(), _ragged(), _experts()),
+        *(_dot(), _few_rows(), _stream(), _fp8(), _rounded(), _tiled(), _transposed(), _ragged(), _experts()),
     )
 )
 

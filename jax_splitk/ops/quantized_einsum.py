@@ -71,7 +71,7 @@ def quantized_dot_general(
         for x_axis, w_axis in zip(of_x, of_w, strict=True):
             x_names[x_axis] = w_names[w_axis]
     out = [*batch, *kept, *free] if weight_first else [*batch, *free, *kept]
-    dtypes = {"preferred_element_type": preferred_element_type, "compute_dtype": compute_dtype}
+    dtypes = (preferred_element_type, compute_dtype)
     return _product(x, w, x_names, w_names, out, given, dtypes, implementation, config)
 
 
@@ -121,7 +121,7 @@ def quantized_einsum(
         result = [*leading, *sorted(name for name, count in counts.items() if count == 1 and len(name) == 1)]
     else:
         result = _names(out, len(out.replace("...", "")) + sum(len(name) > 1 for name in names_of_x), given)
-    dtypes = {"preferred_element_type": preferred_element_type, "compute_dtype": compute_dtype}
+    dtypes = (preferred_element_type, compute_dtype)
     return _product(x, w, names_of_x, names_of_w, result, given, dtypes, implementation, config)
 
 
@@ -153,11 +153,12 @@ def _product(
     w_names: Sequence[str],
     out_names: Sequence[str],
     given: str,
-    dtypes: dict[str, DTypeLike | None],
+    dtypes: tuple[DTypeLike | None, DTypeLike | None],
     implementation: Implementation | None,
     config: Any,
 ) -> jax.Array:
-    """The product whose axes have these names, of which x and w share those that are contracted and the batch."""
+    """The product whose axes have these names, of which x and w share those that are contracted and the batch. `dtypes`
+    are its preferred_element_type and its compute_dtype."""
     depth, shared = len(w.stack), [name for name in w_names if name in x_names]
     batch = [name for name in shared if name in out_names]
     contracted = [name for name in shared if name not in out_names]
@@ -179,8 +180,9 @@ def _product(
     product = quantized_matmul(
         x.transpose(order),
         w,
+        preferred_element_type=dtypes[0],
+        compute_dtype=dtypes[1],
         implementation=implementation,
         config=config,
-        **dtypes,
     )
     return product.transpose([made.index(name) for name in out_names])

@@ -71,11 +71,11 @@ def quantized_matmul(
     weight and multiplies. If x and the result have the same dtype, it rounds the weight to it and multiplies in it,
     else in float32.
 
-    With `compute_dtype=float8_e4m3fn` kernels may multiply in e4m3, for which tensor cores are twice as fast. The family
-    `quantized_fp8` does so with many rows. It rounds x, each row over a power of two, and the weight with its scales and
-    zero points, each feature over a power of two. Each of the two adds an error of about 2.7% (of the norm of a result
-    of random operands), where int4 weights in groups of 64 have one of 10% from their quantization. Other families, XLA
-    and derivatives do not round to e4m3.
+    With `compute_dtype=float8_e4m3fn` kernels may multiply in e4m3, for which tensor cores are twice as fast. The
+    family `quantized_fp8` does so with many rows. It rounds x, each row over a power of two, and the weight with its
+    scales and zero points, each feature over a power of two. Each of the two adds an error of about 2.7% (of the norm
+    of a result of random operands), where int4 weights in groups of 64 have one of 10% from their quantization. Other
+    families, XLA and derivatives do not round to e4m3.
 
     The cotangent of x is the product with the transpose of the same packed weight, rounded once to the dtype of the
     result's cotangent. It is an operation of its own, `quantized_matmul_transposed`, for which lowering chooses a

@@ -358,7 +358,9 @@ def quantized_products() -> list[Problem]:
         {"scale_dtype": "float8_e4m3fn", "channel_dtype": "float32"},
         {"scale_dtype": formats.E8M0, "channel_dtype": "float32", "x_dtype": "float8_e4m3fn"},
     )
-    kinds = itertools.product(formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3, *of_bytes, *rounded))
+    kinds = itertools.product(
+        formats.BITS, ("none", "bfloat16", "float32"), (*products.TYPES, *e4m3, *of_bytes, *rounded)
+    )
     found: list[Problem] = []
     for (qtype, zero, types), size, group in zip(kinds, sizes, groups, strict=False):
         if zero == "none" or qtype in formats.INTEGERS:

@@ -86,7 +86,7 @@ def test_axes_in_any_order() -> None:
 
 def test_other_dtypes_are_refused() -> None:
     w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((64, 128)), "int4", group_size=64))
-    with pytest.raises(TypeError, match="compute_dtype=.*bfloat16.*; accepted: float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"compute_dtype=.*bfloat16.*; accepted: float8_e4m3fn"):
         jax_splitk.quantized_matmul(jnp.ones((4, 64), jnp.bfloat16), w, compute_dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="compute_dtype='bfloat16'; accepted: 'none', 'float8_e4m3fn'"):
         dataclasses.replace(problem(1), compute_dtype="bfloat16").validate()

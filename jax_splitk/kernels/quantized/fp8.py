@@ -203,9 +203,7 @@ class Fp8(tiles.TileFamily[Config]):
             more = PREPARE_SECONDS + PREPARE_SECONDS_EACH * problem.rows * problem.k
         return [seconds + more for seconds in super().estimates(_with_e4m3(problem), configs, target)]
 
-    def by_estimate(
-        self, problem: QuantizedMatmulProblem, configs: Iterable[Config], target: Target
-    ) -> list[Config]:
+    def by_estimate(self, problem: QuantizedMatmulProblem, configs: Iterable[Config], target: Target) -> list[Config]:
         return super().by_estimate(_with_e4m3(problem), configs, target)
 
     def loop_macros(self, problem: QuantizedMatmulProblem, config: Config) -> dict[str, int]:

@@ -1,8 +1,8 @@
 // The inner loop of quantized_fp8 with weights that are rounded to e4m3. Included by fp8.cu.
 //
 // A weight is decoded to fp16. Its zero point is subtracted, its scale over a power of two of its feature
-// (`Rounding`) multiplies it, and it is rounded to e4m3. So all k have one chain of sums, and nothing is added
-// up beside the tensor cores. They keep some 14 bits of a sum.
+// (`Rounding`) multiplies it, and it is rounded to e4m3. So all k have one chain of sums, and nothing is
+// added up beside the tensor cores. They keep some 14 bits of a sum.
 
 constexpr bool HAS_ZERO = ZERO_TYPE != NONE;
 constexpr int SIXTEENS = 4;  // of a tile of 64 k
