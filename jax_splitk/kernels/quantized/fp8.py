@@ -7,7 +7,8 @@ group's scale and added to fp32 accumulators (as in DeepSeek-V3, arXiv:2412.1943
 of the tile are added up while the products of the next one, or another warpgroup's, run.
 
 With the compute_dtype float8_e4m3fn weights are rounded to e4m3 with their scales, over a power of two of each feature,
-and the tensor cores add up all k of a range. That takes any format, and zero points.
+and the tensor cores add up all k of a range. That takes any format, and zero points. A kernel of its own rounds x of 16
+bits, each row over a power of two, which multiplies the row's sums.
 
 The k blocks of the output's tiles can be cut into ranges, as in quantized_tiled, whose sums meet in the workspace or in
 a cluster; clusters of two thread blocks with a tile each share the activation by multicast. The result is
@@ -75,11 +76,11 @@ def _with_e4m3(problem: QuantizedMatmulProblem) -> QuantizedMatmulProblem:
 
 
 def _row_factors(problem: QuantizedMatmulProblem) -> tuple[int, int]:
-    """Where the factors of rows begin in the workspace, behind x in e4m3, and their bytes: those of all tiles."""
+    """Where the factors of rows begin in the workspace, behind x in e4m3, and their bytes. A tile reads as many as it
+    has columns."""
     if not is_prepared(problem):
         return 0, 0
-    rows = -(-problem.rows // TILES_N[-1]) * TILES_N[-1] + TILES_N[-1]
-    return aligned(problem.rows * problem.k), aligned(4 * rows)
+    return aligned(problem.rows * problem.k), aligned(4 * (problem.rows + TILES_N[-1]))
 
 
 def period(problem: QuantizedMatmulProblem, config: Config) -> int:
