@@ -134,7 +134,6 @@ class Fp8(tiles.TileFamily[Config]):
     tiles_m, tiles_n = TILES_M, TILES_N
     x_item = 1
     most_stages = (8, 8)
-    widest_split = 256
     k_warpgroups_tiles_m = (128,)
     counted_tile = (128, 256)
     queues = False

@@ -153,7 +153,6 @@ class Tiled(tiles.TileFamily[Config]):
     tiles_m, tiles_n = TILES_M, TILES_N
     x_item = 2
     most_stages = (8, 10)  # two k_warpgroups hold two stages each
-    widest_split = 256
     k_warpgroups_tiles_m = (64, 128)
     counted_tile = (128, 128)  # the smallest one of the most general scaling
     queues = True

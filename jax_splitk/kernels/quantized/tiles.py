@@ -145,7 +145,6 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
     tiles_n: ClassVar[tuple[int, ...]]
     x_item: ClassVar[int]  # bytes of an element of x in shared memory
     most_stages: ClassVar[tuple[int, int]]  # with one, and two, k_warpgroups
-    widest_split: ClassVar[int]  # tile_n of tiles that may be cut into splits
     k_warpgroups_tiles_m: ClassVar[tuple[int, ...]]  # of two k_warpgroups
     counted_tile: ClassVar[tuple[int, int]]  # one that every problem may have: its k blocks can be counted
     queues: ClassVar[bool]  # whether more thread blocks than run at a time, with a tile each, are worth a try
@@ -257,8 +256,6 @@ class TileFamily(NamedByFormat, ModelledFamily[QuantizedMatmulProblem, _Config])
         """Why the ranges of these tiles cannot form a cluster, or cannot have two k_warpgroups."""
         if not 1 <= config.splits <= MAX_SPLITS:
             return f"splits {config.splits}; accepted: 1 to {MAX_SPLITS}"
-        if config.splits > 1 and config.tile_n > self.widest_split:
-            return f"splits {config.splits} of tile_n {config.tile_n}; accepted: 1"
         if config.k_warpgroups == 1:
             return None
         if config.splits == 1:
