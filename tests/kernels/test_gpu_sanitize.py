@@ -87,5 +87,8 @@ def test_the_runs_reach_every_specialisation() -> None:
     assert macros["quantized_fp8", "MULTICAST"] == {1, 2}
     for macro in ("EIGHTS", "WHOLE", "K_WARPGROUPS"):
         assert len(macros["quantized_fp8", macro]) == len(macros["quantized_tiled", macro]) == 2, macro
-    assert macros["quantized_fp8", "N_TILES"] == {0, 1, 2} and macros["quantized_tiled", "N_TILES"] == {0, 1, 2, 3}
+    for family in ("quantized_fp8", "quantized_tiled"):
+        assert macros[family, "N_TILES"] == {0, 1, 2, 3}, family
+    for macro in ("ROUNDED", "PREPARED", "X_HALF"):
+        assert macros["quantized_fp8", macro] == {0, 1}, macro
     assert macros["quantized_fp8", "SPLITS"] == {1, 2, 3}
