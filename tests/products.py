@@ -254,6 +254,16 @@ def in_e4m3(values: np.ndarray, axis: int) -> np.ndarray:
     return to_e4m3(values / factor) * factor
 
 
+def e4m3_bound(case: Case, q: QuantizedArray, weight: np.ndarray) -> np.ndarray:
+    """How far a weight that quantized_fp8 rounds may be from its definition: half a last place of e4m3, which is
+    subnormal far below the feature's largest weight; 2^-8 of it each for a scale of 7 bits and for the result; and with
+    a zero point that is no whole number 2^-7 of the scale."""
+    bound = np.abs(weight) * (2.0**-4 + 2.0**-7) + np.abs(weight).max(0) * 2.0**-16
+    if case.zero is None:
+        return bound
+    return bound + np.repeat(np.abs(np.asarray(q.scale).astype(np.float64)), case.group_size, axis=0) * 2.0**-7
+
+
 def parts_bound(case: Case, q: QuantizedArray, weight: np.ndarray) -> np.ndarray:
     """How far a weight in bfloat16 may be from its definition where it is computed from parts of its scale and zero
     point (`tiled.in_parts`): half a last place and 2^-16 of it, and with a zero point 2^-8 of the scale."""

@@ -101,6 +101,8 @@ struct __nv_bfloat16 {
 struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 using __half = _Float16;
 struct __half2 { __half x, y; };
+// NaN is the one that a GPU's arithmetic gives.
+inline uint16_t rounded_to_half(float x) { return std::isnan(x) ? 0x7fff : bits_as<uint16_t>(__half(x)); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return {rounded_to_bf16(x)}; }
 inline __nv_bfloat16 __float2bfloat16(float x) { return {rounded_to_bf16(x)}; }
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }

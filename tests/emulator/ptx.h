@@ -44,7 +44,7 @@ uint32_t halves(uint32_t a, uint32_t b, uint32_t c, const Operation& operation) 
     const auto half = [i](uint32_t word) { return float(bits_as<Half>(uint16_t(word >> i))); };
     const float x = operation(half(a), half(b), half(c));
     if constexpr (std::is_same_v<Half, __nv_bfloat16>) out |= uint32_t(rounded_to_bf16(x)) << i;
-    else out |= uint32_t(bits_as<uint16_t>(__half(x))) << i;
+    else out |= uint32_t(rounded_to_half(x)) << i;
   }
   return out;
 }
@@ -190,7 +190,7 @@ inline uint32_t truncate_to_bf16x2(float low, float high) {
   return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16;
 }
 inline uint32_t to_f16x2(float low, float high) {
-  return uint32_t(bits_as<uint16_t>(__half(high))) << 16 | bits_as<uint16_t>(__half(low));
+  return uint32_t(rounded_to_half(high)) << 16 | rounded_to_half(low);
 }
 inline uint32_t f16x4_to_e4m3x4(uint32_t low, uint32_t high) {
   uint32_t out = 0;

@@ -91,7 +91,7 @@ LIMITED: dict[str, tuple[Conv | products.Case, str, int]] = {
     "grouped": (dataclasses.replace(IMAGES, batch=16, groups=8), "bfloat16", 1 << 20),
     "depthwise": (dataclasses.replace(IMAGES, batch=16, groups=64), "bfloat16", 1 << 16),
     "zero_points": (products.Case(200, 1024, 320, "uint4", 64, "bfloat16", x_dtype=E4M3), E4M3, 1 << 21),
-    "e4m3": (products.Case(700, 4096, 1500, x_dtype=E4M3), E4M3, 1 << 25),
+    "e4m3": (products.Case(700, 4096, 1500, compute=E4M3), "bfloat16", 1 << 22),
 }
 
 
@@ -102,7 +102,8 @@ def limited(name: str) -> tuple[Callable[..., jax.Array], list[Any]]:
         function, operands = functools.partial(wgrad, what), abstract(what.lhs_shape, what.g_shape, dtype=dtype)
     else:
         operands = [*abstract((what.rows, what.k), dtype=dtype), weights(what)[0]]
-        function = jax_splitk.quantized_matmul
+        compute_dtype = None if what.compute == "none" else what.compute
+        function = functools.partial(jax_splitk.quantized_matmul, compute_dtype=compute_dtype)
 
     def call(*arguments: Any) -> jax.Array:
         with jax_splitk.options(implementation=KERNELS, workspace_limit_bytes=limit):

@@ -19,7 +19,11 @@ struct Rounding {
     const size_t row =
         size_t(at.m_tile(g, role.m_warpgroup)) * g.groups * WARPGROUP_M + role.warp % 4 * 16 + lane / 4 * 2;
     constexpr int LOADS = HAS_ZERO ? 16 : 32;
-    float2 most = {0.f, 0.f};
+    uint32_t most[2] =
+        {};  // bits of magnitudes, whose order is theirs: NaN and infinity are above all others
+    const auto take = [&](int i, float scale, float zero) {
+      most[i] = max(most[i], __float_as_uint(fabsf(scale) * largest_difference(zero)));
+    };
     // Four lanes have these features. Loads of a turn are under way together; beyond the end they are
     // repeated.
 #pragma unroll 1
@@ -31,26 +35,24 @@ struct Rounding {
         const float2 scale = load_pair<SCALE_TYPE>(weight.scale + item * SCALE_ITEM);
         float2 zero = {0.f, 0.f};
         if constexpr (HAS_ZERO) zero = load_pair<ZERO_TYPE>(weight.zero + item * ZERO_ITEM);
-        most.x = fmaxf(most.x, fabsf(scale.x) * largest_difference(zero.x));
-        most.y = fmaxf(most.y, fabsf(scale.y) * largest_difference(zero.y));
+        take(0, scale.x, zero.x);
+        take(1, scale.y, zero.y);
       }
     }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
-      most.x = fmaxf(most.x, __shfl_xor_sync(~0u, most.x, step));
-      most.y = fmaxf(most.y, __shfl_xor_sync(~0u, most.y, step));
+      for (uint32_t& each : most) each = max(each, __shfl_xor_sync(~0u, each, step));
     }
-    factor = {power_below(most.x), power_below(most.y)};
+    factor = {power_below(__uint_as_float(most[0])), power_below(__uint_as_float(most[1]))};
     inverse = {1.f / factor.x, 1.f / factor.y};
   }
 };
 
-// Integers of 4 bits are the bits 4 to 7 of an fp16 from 64 to 79, in which they stand for LEAST and more.
-// Without zero points one fused multiply-add subtracts LEAST and scales (FOLDED): exactly, but for its one
-// rounding, since LEAST has 4 significant bits and a scale is rounded to 7 of fp16's 11.
-constexpr bool CODES = FORMAT == INT4 || FORMAT == UINT4, FOLDED = CODES && !HAS_ZERO;
-constexpr float LEAST = FORMAT == INT4 ? 72 : 64;
-constexpr uint32_t OFFSET = FORMAT == INT4 ? 0xd480 : 0xd400;  // -LEAST in fp16
+// Integers of 4 bits are the bits 4 to 7 of an fp16 from 64 to 79, in which 0 is 72 or 64. Their scales are
+// rounded to 7 of fp16's 11 significant bits: then the scale's multiples that are subtracted, 72 and whole
+// zero points, are exact, and one fused multiply-add subtracts one of them and scales.
+constexpr bool CODES = FORMAT == INT4 || FORMAT == UINT4;
+constexpr uint32_t ZERO_CODE = FORMAT == INT4 ? 0xd480 : 0xd400;  // -72 and -64 in fp16
 
 // Codes of a lane's two rows, of k 0 and 1, then those of k 2 and 3.
 __device__ inline void place_codes(uint32_t word, uint32_t (&a)[4]) {
@@ -66,7 +68,7 @@ struct RoundedTile {
   static constexpr int PAIRS = GROUP == 0 ? 1 : TILE_GROUPS;
   uint32_t words[2][4 * WORDS];  // of the two lanes that this one takes from
   uint32_t scale[PAIRS][2];      // by group and row, twice in fp16
-  uint32_t minus[PAIRS][2];      // what is added before the scale multiplies; FOLDED: after that
+  uint32_t minus[PAIRS][2];      // likewise, of CODES what is added to the scaled ones, else to those before
 
   __device__ void load(const Reader& in, int tile, const Rounding& rounding) {
     const uint32_t from = in.words + in.stage * STAGE_BYTES + tile * TILE_BYTES;
@@ -86,24 +88,23 @@ struct RoundedTile {
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i) {
         const uint32_t at = (tile * 64 / GROUP_K + i) * WARPGROUP_M;
-        set_scale(i, load_pair<SCALE_TYPE>(in.scales + extra + at * SCALE_ITEM), rounding);
-        if constexpr (HAS_ZERO) set_zero(i, load_pair<ZERO_TYPE>(in.zeros + extra + at * ZERO_ITEM));
+        const float2 s = load_pair<SCALE_TYPE>(in.scales + extra + at * SCALE_ITEM);
+        float2 zero = {0.f, 0.f};
+        if constexpr (HAS_ZERO) zero = load_pair<ZERO_TYPE>(in.zeros + extra + at * ZERO_ITEM);
+        set_group(i, s, zero, rounding);
       }
     }
   }
 
-  __device__ void set_scale(int group, float2 s, const Rounding& rounding) {
+  __device__ void set_group(int group, float2 s, float2 zero, const Rounding& rounding) {
     uint32_t pair = to_f16x2(s.x * rounding.inverse.x, s.y * rounding.inverse.y);
-    if constexpr (FOLDED) {
+    uint32_t less = to_f16x2(-zero.x, -zero.y);
+    if constexpr (CODES) {
       pair = pair + 0x00080008u & 0xfff0fff0u;
-      twice_each(fma_f16x2(pair, twice(OFFSET), twice(0x8000)), minus[group]);
+      less = fma_f16x2(pair, HAS_ZERO ? less : twice(ZERO_CODE), twice(0x8000));
     }
     twice_each(pair, scale[group]);
-  }
-
-  __device__ void set_zero(int group, float2 z) {
-    const float more = CODES ? LEAST : 0.f;
-    twice_each(to_f16x2(-z.x - more, -z.y - more), minus[group]);
+    twice_each(less, minus[group]);
   }
 
   static __device__ void twice_each(uint32_t pair, uint32_t (&to)[2]) {
@@ -128,8 +129,10 @@ struct RoundedTile {
       const int group = GROUP == 0 ? 0 : sixteen * 16 / (GROUP_K < 64 ? GROUP_K : 64);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (HAS_ZERO) value[i] = fma_f16x2(value[i], twice(0x3c00), minus[group][i % 2]);
-        value[i] = fma_f16x2(value[i], scale[group][i % 2], FOLDED ? minus[group][i % 2] : twice(0x8000));
+        const uint32_t less = minus[group][i % 2];
+        if constexpr (HAS_ZERO)
+          value[i] = fma_f16x2(value[i], twice(0x3c00), CODES ? twice(ZERO_CODE) : less);
+        value[i] = fma_f16x2(value[i], scale[group][i % 2], CODES ? less : twice(0x8000));
       }
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
@@ -176,8 +179,9 @@ __device__ inline float2 add_rounded(const Kernel& kernel, const Weight& weight,
   RoundedTile tile;
   if constexpr (GROUP == 0) {
     const size_t row = role.channel(kernel.g, at);
-    tile.set_scale(0, load_pair<SCALE_TYPE>(weight.scale + row * SCALE_ITEM), rounding);
-    if constexpr (HAS_ZERO) tile.set_zero(0, load_pair<ZERO_TYPE>(weight.zero + row * ZERO_ITEM));
+    float2 zero = {0.f, 0.f};
+    if constexpr (HAS_ZERO) zero = load_pair<ZERO_TYPE>(weight.zero + row * ZERO_ITEM);
+    tile.set_group(0, load_pair<SCALE_TYPE>(weight.scale + row * SCALE_ITEM), zero, rounding);
   }
   add_blocks(in, role.blocks(piece), tile, rounding, acc);
   return rounding.factor;

@@ -30,6 +30,7 @@ from tests.products import (
     TYPES,
     Case,
     as_float32_product,
+    e4m3_bound,
     elements,
     error,
     exact_weight,
@@ -370,11 +371,9 @@ def test_as_accurate_as_a_float32_product(family: Family, turn: int, case: Case)
 
 @pytest.mark.parametrize(("turn", "case"), list(enumerate(IN_E4M3)), ids=str)
 def test_weights_are_rounded_to_e4m3_once(turn: int, case: Case) -> None:
-    """One-hot activations decode each weight. It may be off by half a last place of e4m3, which is subnormal far below
-    the feature's largest weight, and by 2^-8 of it for the scale, and for the result."""
+    """One-hot activations decode each weight, to within `e4m3_bound`."""
     q, weight = case.every_code("float16")
-    largest = np.abs(weight).max(0)
-    bound = np.abs(weight) * (2.0**-4 + 2.0**-7) + largest * 2.0**-16
+    bound = e4m3_bound(case, q, weight)
     for config in configs(fp8.FAMILY, case, FEW, turn):
         call = product(fp8.FAMILY, case, config, prepack(q))
         x = np.zeros((case.rows, case.k))
