@@ -91,7 +91,7 @@ LIMITED: dict[str, tuple[Conv | products.Case, str, int]] = {
     "grouped": (dataclasses.replace(IMAGES, batch=16, groups=8), "bfloat16", 1 << 20),
     "depthwise": (dataclasses.replace(IMAGES, batch=16, groups=64), "bfloat16", 1 << 16),
     "zero_points": (products.Case(200, 1024, 320, "uint4", 64, "bfloat16", x_dtype=E4M3), E4M3, 1 << 21),
-    "e4m3": (products.Case(700, 4096, 1500, compute=E4M3), "bfloat16", 1 << 22),
+    "e4m3": (products.Case(1500, 4096, 2500, compute=E4M3), "bfloat16", 1 << 23),
 }
 
 

@@ -28,8 +28,8 @@ from tests.products import (
 CASES = [
     Case(20, 256, 72, x_dtype=E4M3), Case(33, 192, 130, "uint4", 32, "bfloat16"), Case(20, 256, 72, "int4", 64, "own"),
     Case(20, 256, 72, "int8", 64, "float32", **HALF), Case(70, 128, 72, "nf4", 128, None, "float32"),
-    Case(20, 208, 72, "float4_e2m1fn", 16, None, E4M3, E4M3, channel=True), Case(20, 192, 72, E4M3, 64, None, formats.E8M0),
-    Case(20, 208, 72, "int8", 208), Case(9, 192, 72, "uint4", 192, "float16", "float16"),
+    Case(20, 208, 72, "float4_e2m1fn", 16, None, E4M3, E4M3, channel=True), Case(20, 208, 72, "int8", 208),
+    Case(20, 192, 72, E4M3, 64, None, formats.E8M0), Case(9, 192, 72, "uint4", 192, "float16", "float16"),
 ]  # fmt: skip
 CASES = [dataclasses.replace(case, compute=E4M3) for case in CASES]
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
