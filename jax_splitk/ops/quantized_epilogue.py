@@ -88,8 +88,7 @@ class EpilogueCall(WithEpilogue, QuantizedCall):
 
     @property
     def product(self) -> QuantizedCall:
-        given = {"out_dtype": self.out_dtype, "options": self.options, "compute_dtype": self.compute_dtype}
-        return QuantizedCall(layout=self.layout, **given)
+        return QuantizedCall(layout=self.layout, out_dtype=self.out_dtype, options=self.options)
 
     def problem(self, avals: Sequence[Any]) -> QuantizedMatmulProblem:
         own, bias, residual = self.split(avals)

@@ -128,7 +128,7 @@ def _weight_terms(x: Any, leaves: Sequence[Any], tangents: Sequence[Any], call: 
 def tangent_terms(primals: Sequence[Any], tangents: Sequence[Any], call: QuantizedCall) -> list[jax.Array]:
     """The terms of the tangent of a product: by the tangent of x, which is not rounded, and by those of the weight's
     leaves."""
-    call = dataclasses.replace(call, compute_dtype="none")
+    call = dataclasses.replace(call, options=call.options.without_rounding())
     (x, *leaves), (x_dot, *dots) = primals, tangents
     terms = [] if isinstance(x_dot, ad.Zero) else [call.bind(x_dot, *leaves)]
     return [*terms, *_weight_terms(x, leaves, dots, call)]
@@ -142,8 +142,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: QuantizedCall
 def _cotangent(ct: Any, x: Any, leaves: Sequence[Any], call: QuantizedCall, transposed: type[QuantizedCall]) -> Any:
     """The cotangent of x, by the product with the other one of w and w.T."""
     dtype = reference.widened(x.aval.dtype)
-    back = transposed(layout=call.layout, out_dtype=dtype.name, options=call.options)
-    back = dataclasses.replace(back, options=_options_of(call.options, back.problem([ct, *leaves])))
+    back = transposed(layout=call.layout, out_dtype=dtype.name, options=call.options.without_rounding())
+    back = dataclasses.replace(back, options=_options_of(back.options, back.problem([ct, *leaves])))
     with jax.named_scope("x_gradient"):
         dx = back.bind(ct, *leaves)
         return _compat.placed_like(reference.to_cotangent(dx, x.aval.dtype), x.aval)

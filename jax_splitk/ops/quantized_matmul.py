@@ -16,7 +16,7 @@ from jax_splitk.problems import quantized_matmul as problems
 from jax_splitk.problems import quantized_reference
 from jax_splitk.problems.dot_general import Activation
 from jax_splitk.problems.epilogue import GATED, GatedActivation
-from jax_splitk.problems.quantized_matmul import COMPUTE_DTYPES, OUT_DTYPES
+from jax_splitk.problems.quantized_matmul import OUT_DTYPES
 from jax_splitk.problems.quantized_reference import Layout, Leaves
 from jax_splitk.quantized.array import ZERO_INTEGERS, Weight, is_weight, unwrapped
 from jax_splitk.quantized.formats import BYTE_SCALES
@@ -26,7 +26,7 @@ from jax_splitk.quantized.permuted import PermutedWeight
 from jax_splitk.runtime import _compat
 from jax_splitk.runtime.arguments import dtype_of
 from jax_splitk.runtime.computation import one_computation
-from jax_splitk.tuning.options import Implementation, Options, settled
+from jax_splitk.tuning.options import Implementation, Options, rounding_dtype, settled
 
 _X_DTYPES = (*problems.X_DTYPES, "float32")
 
@@ -101,7 +101,8 @@ def quantized_matmul(
         dtype bfloat16, float16 or float32. None: 1.
       preferred_element_type: dtype of the result: bfloat16, float16 or float32; None for x's, bfloat16 for
         float8_e4m3fn.
-      compute_dtype: float8_e4m3fn: kernels may round x and the weight to it. None: they do not.
+      compute_dtype: float8_e4m3fn: kernels may round x and the weight to it. None: what `jax_splitk.options` says, by
+        default not.
       implementation: as in `conv_wgrad`.
       config: as in `conv_wgrad`.
 
@@ -123,7 +124,8 @@ def quantized_matmul(
       >>> jax_splitk.quantized_matmul(jnp.ones((8, 128), jnp.bfloat16), w).shape
       (8, 256)
     """
-    options = settled("quantized_matmul", Options(config, implementation))
+    rounded = None if compute_dtype is None else rounding_dtype("compute_dtype", compute_dtype)
+    options = settled("quantized_matmul", Options(config, implementation, compute_dtype=rounded))
     _check_order(x, w)
     check_norm(norm_epsilon, norm_scale)
     x, norm_scale, w = _in_order(x, norm_scale, w)
@@ -132,7 +134,6 @@ def quantized_matmul(
     middle = _middle_sizes(x, of_w)
     preferred = quantized_reference.widened(x.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = dtype_of("preferred_element_type", preferred, OUT_DTYPES)
-    compute = "none" if compute_dtype is None else dtype_of("compute_dtype", compute_dtype, COMPUTE_DTYPES).name
     _check_limit(x, layout, options)
     k, features = math.prod(of_w.contracted), math.prod(of_w.kept)
     shape = (*of_w.stack, *middle, *((features // 2,) if activation in GATED else of_w.kept))
@@ -149,7 +150,6 @@ def quantized_matmul(
         residual=residual is not None,
         norm_epsilon=None if norm_epsilon is None else float(norm_epsilon),
         norm_scale=norm_scale is not None,
-        compute_dtype=compute,
     )
     if call.norm_epsilon is not None and layout.shape != (k, features):
         (matrices,), scale = call.normalized_first(matrices, *scale), []

@@ -34,15 +34,9 @@ quantized_transposed_p = Primitive("quantized_matmul_transposed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizedCall(Call):
-    """The product with a weight.
-
-    Attributes:
-      layout: what the weight's arrays are.
-      compute_dtype: "float8_e4m3fn" if kernels may round x and the weight to it; or "none".
-    """
+    """The product with a weight whose arrays `layout` describes."""
 
     layout: Layout
-    compute_dtype: str = "none"
 
     primitive = quantized_matmul_p
     problem_type: ClassVar[type[QuantizedMatmulProblem]] = QuantizedMatmulProblem
@@ -63,7 +57,7 @@ class QuantizedCall(Call):
             features=layout.shape[1],
             x_dtype=x.dtype.name,
             out_dtype=self.out_dtype,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=self.options.compute_dtype or "none",
             **layout.fields(leaves_of(layout, avals[1:])),
         )
 

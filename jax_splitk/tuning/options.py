@@ -7,9 +7,11 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_splitk import kernels
-from jax_splitk.runtime.arguments import RefusedType, RefusedValue
+from jax_splitk.problems.quantized_matmul import COMPUTE_DTYPES
+from jax_splitk.runtime.arguments import RefusedType, RefusedValue, dtype_of
 
 Implementation = Literal["cutlass", "host", "xla"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -30,6 +32,7 @@ class Options:
       copied_operand: whether it is a product in a loop, for which XLA would copy a slice of a stack. A kernel computes
         it if a family for few rows serves it, since kernels read the slice in place; else lax's product stays.
       chained: whether it is a product of a chain (`jax_splitk.chained`). A kernel that can be chained is preferred.
+      compute_dtype: the name of the dtype to which kernels may round x and a quantized weight.
     """
 
     config: Any = None
@@ -40,6 +43,7 @@ class Options:
     forward_only: bool = False
     copied_operand: bool = False
     chained: bool = False
+    compute_dtype: str | None = None
 
     @property
     def explicit(self) -> bool:
@@ -49,6 +53,10 @@ class Options:
     def without_config(self) -> "Options":
         """The options for another problem, for which the config was not made."""
         return dataclasses.replace(self, config=None)
+
+    def without_rounding(self) -> "Options":
+        """The options for a product that is not rounded."""
+        return dataclasses.replace(self, compute_dtype=None)
 
     def of_another_pass(self, *, implied: bool = True, forward_only: bool = False) -> "Options":
         """The options for another pass of the convolution, which the implementation may not be able to serve."""
@@ -117,15 +125,21 @@ _context = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def options(
-    *, implementation: Implementation | None = None, workspace_limit_bytes: int | None = None
+    *,
+    implementation: Implementation | None = None,
+    workspace_limit_bytes: int | None = None,
+    quantized_compute_dtype: DTypeLike | None = None,
 ) -> Iterator[None]:
     """Defaults for every jax_splitk operation traced inside the `with` block; a call's own arguments come first.
 
     Args:
       implementation: as in `jax_splitk.conv_wgrad`; None leaves the outer block's.
       workspace_limit_bytes: as in `jax_splitk.conv_wgrad`; None leaves the outer block's.
+      quantized_compute_dtype: the compute_dtype of `jax_splitk.quantized_matmul`, also for `x @ w` and for layers whose
+        weights are packed; None leaves the outer block's.
 
     Raises:
+      TypeError: another quantized_compute_dtype.
       ValueError: a value outside its range.
 
     Examples:
@@ -135,10 +149,19 @@ def options(
       >>> dw.shape
       (3, 4, 4)
     """
-    inner = _merged(Options(implementation=implementation, workspace_limit_bytes=workspace_limit_bytes))
+    dtype = (
+        None if quantized_compute_dtype is None else rounding_dtype("quantized_compute_dtype", quantized_compute_dtype)
+    )
+    inner = _merged(Options(None, implementation, workspace_limit_bytes, compute_dtype=dtype))
     check_options("", inner)
     with _context(inner):
         yield
+
+
+def rounding_dtype(name: str, value: DTypeLike) -> str:
+    """The name of the dtype to which products with quantized weights may round. Raises TypeError for another one, which
+    the caller gave as the argument `name`."""
+    return dtype_of(name, value, COMPUTE_DTYPES).name
 
 
 def using(tuning: Any) -> contextlib.AbstractContextManager[Any]:
@@ -156,4 +179,5 @@ def _merged(call: Options) -> Options:
     outer = current()
     implementation = outer.implementation if call.implementation is None else call.implementation
     limit = outer.workspace_limit_bytes if call.workspace_limit_bytes is None else call.workspace_limit_bytes
-    return Options(call.config, implementation, limit, outer.tuning)
+    dtype = outer.compute_dtype if call.compute_dtype is None else call.compute_dtype
+    return Options(call.config, implementation, limit, outer.tuning, compute_dtype=dtype)

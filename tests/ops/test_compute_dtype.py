@@ -62,12 +62,12 @@ def test_derivatives_are_those_of_the_exact_product() -> None:
     def of(function: Any) -> list[str]:
         jaxpr = jax.make_jaxpr(function)(x)
         calls = [call_of(eqn) for eqn in walk(jaxpr.jaxpr) if eqn.primitive.name.startswith("quantized_matmul")]
-        return [call.compute_dtype for call in calls]
+        return [call.options.compute_dtype for call in calls]
 
     f = lambda x: product(x, w)  # noqa: E731
     assert of(f) == [E4M3]
-    assert of(lambda x: jax.jvp(f, (x,), (x,))) == [E4M3, "none"]
-    assert of(lambda x: jax.vjp(f, x)[1](jnp.ones((20, 128), jnp.bfloat16))) == [E4M3, "none"]
+    assert of(lambda x: jax.jvp(f, (x,), (x,))) == [E4M3, None]
+    assert of(lambda x: jax.vjp(f, x)[1](jnp.ones((20, 128), jnp.bfloat16))) == [E4M3, None]
     with_epilogue = lambda x: product(x, w, activation="silu", bias=jnp.ones(128, jnp.bfloat16))  # noqa: E731
     assert of(with_epilogue) == [E4M3]
     assert of(jax.vmap(lambda x: f(x[None]))) == [E4M3]
@@ -81,7 +81,41 @@ def test_axes_in_any_order() -> None:
         lambda x: jax_splitk.quantized_dot_general(x, w, (((1,), (0,)), ((), ())), compute_dtype=E4M3),
     ):
         (call,) = [call_of(eqn) for eqn in walk(jax.make_jaxpr(function)(x).jaxpr) if "quantized" in eqn.primitive.name]
-        assert call.compute_dtype == E4M3
+        assert call.options.compute_dtype == E4M3
+
+
+def test_a_block_of_code_may_ask_for_it() -> None:
+    """For every product in it, also those of layers and `x @ w`; a function is traced again in such a block."""
+    w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((64, 128)), "int4", group_size=64))
+    x, traced = jnp.ones((4, 64), jnp.bfloat16), []
+
+    @jax.jit
+    def f(x: jax.Array) -> jax.Array:
+        traced.append(1)
+        return x @ w
+
+    def asked() -> list[str | None]:
+        return [
+            call_of(e).options.compute_dtype
+            for e in walk(jax.make_jaxpr(f)(x).jaxpr)
+            if "quantized" in str(e.primitive)
+        ]
+
+    assert asked() == [None]
+    with jax_splitk.options(quantized_compute_dtype=jnp.float8_e4m3fn):
+        assert asked() == [E4M3]
+        with jax_splitk.options(implementation="xla"):
+            assert asked() == [E4M3]
+        (decision,) = jax_splitk.explain(f, x, platform="cuda").decisions
+        assert decision.problem.compute_dtype == E4M3
+        grad = jax.make_jaxpr(jax.grad(lambda x: (x @ w).astype(jnp.float32).sum()))(x)
+        dtypes = [call_of(e).options.compute_dtype for e in walk(grad.jaxpr) if "quantized_matmul" in str(e.primitive)]
+        assert sorted(dtypes, key=str) == [None, E4M3]
+    assert asked() == [None]
+    assert len(traced) == 3
+    refused = pytest.raises(TypeError, match=r"quantized_compute_dtype=.*float16.*; accepted: float8_e4m3fn")
+    with refused, jax_splitk.options(quantized_compute_dtype=jnp.float16):
+        pass
 
 
 def test_other_dtypes_are_refused() -> None:
