@@ -6,7 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax import export
 from jax import numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_splitk
 from jax_splitk.kernels.quantized import fp8, stream, tiled
@@ -14,6 +17,7 @@ from jax_splitk.ops.call import call_of
 from jax_splitk.ops.equations import walk
 from jax_splitk.problems.problem import stored_fields
 from jax_splitk.problems.quantized_matmul import QuantizedMatmulProblem
+from jax_splitk.runtime.plan import LAUNCH_TARGET
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.key import key_for, problem_as_dict, problem_from_dict
 from jax_splitk.tuning.options import Options
@@ -71,6 +75,25 @@ def test_derivatives_are_those_of_the_exact_product() -> None:
     with_epilogue = lambda x: product(x, w, activation="silu", bias=jnp.ones(128, jnp.bfloat16))  # noqa: E731
     assert of(with_epilogue) == [E4M3]
     assert of(jax.vmap(lambda x: f(x[None]))) == [E4M3]
+
+
+def test_scan_export_and_parts_of_a_mesh_keep_it() -> None:
+    """Lowered for CUDA, each has a custom call whose problem may be rounded."""
+    w = jax_splitk.prepack(jax_splitk.quantize(jnp.ones((256, 256)), "int4", group_size=64))
+    x = jnp.ones((1024, 256), jnp.bfloat16)
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    spec = P("rows", None)
+    functions = {
+        "scan": lambda x: jax.lax.scan(lambda x, _: (product(x, w), None), x, None, length=2)[0],
+        "remat": jax.checkpoint(lambda x: product(x, w)),
+        "shard_map": jax.shard_map(lambda x: product(x, w), mesh=mesh, in_specs=spec, out_specs=spec),
+    }
+    for name, function in functions.items():
+        decisions = jax_splitk.explain(function, x, platform="cuda").decisions
+        assert {d.problem.compute_dtype for d in decisions} == {E4M3}, name
+        check = export.DisabledSafetyCheck.custom_call(LAUNCH_TARGET)
+        exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=[check])(x)
+        assert exported.mlir_module().count(f"@{LAUNCH_TARGET}") == 1, name
 
 
 def test_axes_in_any_order() -> None:
