@@ -87,8 +87,8 @@ def _zero_point(case: Case, key: jax.Array, shape: tuple[int, ...]) -> jax.Array
 
 
 def _ours(case: Case, x: jax.Array, *weight: jax.Array) -> jax.Array:
-    dtypes = {"preferred_element_type": case.out_dtype, "compute_dtype": case.compute_dtype}
-    return quantized_matmul(x, packed(case, *weight), **dtypes)
+    w = packed(case, *weight)
+    return quantized_matmul(x, w, preferred_element_type=case.out_dtype, compute_dtype=case.compute_dtype)
 
 
 def _stored_weight(case: Case, key: jax.Array) -> Arrays:

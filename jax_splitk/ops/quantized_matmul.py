@@ -124,8 +124,8 @@ def quantized_matmul(
       >>> jax_splitk.quantized_matmul(jnp.ones((8, 128), jnp.bfloat16), w).shape
       (8, 256)
     """
-    rounded = None if compute_dtype is None else rounding_dtype("compute_dtype", compute_dtype)
-    options = settled("quantized_matmul", Options(config, implementation, compute_dtype=rounded))
+    dtype = rounding_dtype("compute_dtype", compute_dtype)
+    options = settled("quantized_matmul", Options(config, implementation, compute_dtype=dtype))
     _check_order(x, w)
     check_norm(norm_epsilon, norm_scale)
     x, norm_scale, w = _in_order(x, norm_scale, w)

@@ -149,19 +149,17 @@ def options(
       >>> dw.shape
       (3, 4, 4)
     """
-    dtype = (
-        None if quantized_compute_dtype is None else rounding_dtype("quantized_compute_dtype", quantized_compute_dtype)
-    )
+    dtype = rounding_dtype("quantized_compute_dtype", quantized_compute_dtype)
     inner = _merged(Options(None, implementation, workspace_limit_bytes, compute_dtype=dtype))
     check_options("", inner)
     with _context(inner):
         yield
 
 
-def rounding_dtype(name: str, value: DTypeLike) -> str:
-    """The name of the dtype to which products with quantized weights may round. Raises TypeError for another one, which
-    the caller gave as the argument `name`."""
-    return dtype_of(name, value, COMPUTE_DTYPES).name
+def rounding_dtype(name: str, value: DTypeLike | None) -> str | None:
+    """The name of the dtype to which products with quantized weights may round; None for None. Raises TypeError for
+    another one, which the caller gave as the argument `name`."""
+    return None if value is None else dtype_of(name, value, COMPUTE_DTYPES).name
 
 
 def using(tuning: Any) -> contextlib.AbstractContextManager[Any]:

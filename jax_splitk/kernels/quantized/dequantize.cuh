@@ -41,6 +41,13 @@ __device__ inline void load_words(uint32_t address, Words& words) {
   return fmaxf(fabsf(LOW - zero), fabsf(HIGH - zero));
 }
 
+// The largest power of two that is at most a magnitude, within 2^-100 and 2^120: it and its inverse are
+// normal numbers of fp32, also times a small one.
+[[maybe_unused]] __device__ inline float leading_power(float magnitude) {
+  const float power = __uint_as_float(__float_as_uint(magnitude) & 0x7f800000u);
+  return fminf(fmaxf(power, 0x1p-100f), 0x1p120f);
+}
+
 constexpr uint32_t twice(uint32_t bits) { return bits << 16 | bits; }
 
 #if E4M3_PRODUCTS && !ROUNDED

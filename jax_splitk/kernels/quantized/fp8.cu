@@ -71,11 +71,23 @@ struct Reader : Consumer {
   }
 };
 
+// Four words of each of the two lanes that a lane takes from.
+template <int COUNT>
+__device__ inline void load_two_lanes(uint32_t address, uint32_t (&words)[2][COUNT], int first) {
+#pragma unroll
+  for (int lane = 0; lane < 2; ++lane) {
+    const uint4 v = load_shared<uint4>(address + lane * 16);
+    words[lane][first] = v.x;
+    words[lane][first + 1] = v.y;
+    words[lane][first + 2] = v.z;
+    words[lane][first + 3] = v.w;
+  }
+}
+
 // The power of two over which magnitudes up to `most` are at most 128 to 256: e4m3 ends at 448, and is
 // subnormal below 2^-6. NaN if one is infinite.
 [[maybe_unused]] __device__ inline float power_below(float most) {
-  const float power = __uint_as_float(__float_as_uint(most) & 0x7f800000u);
-  return most - most == 0.f ? fminf(fmaxf(power, 0x1p-100f), 0x1p120f) * 0x1p-7f : most - most;
+  return most - most == 0.f ? leading_power(most) * 0x1p-7f : most - most;
 }
 
 #if PREPARED

@@ -47,14 +47,7 @@ struct PartWords {
 #pragma unroll
     for (int i = 0; i < PART_LOADS; ++i) {
       const int at = WORDS == 1 ? 0 : (k / 32 % 2 + i) * 512;
-#pragma unroll
-      for (int lane = 0; lane < 2; ++lane) {
-        const uint4 v = load_shared<uint4>(from + at + lane * 16);
-        w[lane][4 * i] = v.x;
-        w[lane][4 * i + 1] = v.y;
-        w[lane][4 * i + 2] = v.z;
-        w[lane][4 * i + 3] = v.w;
-      }
+      load_two_lanes(from + at, w, 4 * i);
     }
   }
 

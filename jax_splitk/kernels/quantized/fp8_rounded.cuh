@@ -19,8 +19,8 @@ struct Rounding {
     const size_t row =
         size_t(at.m_tile(g, role.m_warpgroup)) * g.groups * WARPGROUP_M + role.warp % 4 * 16 + lane / 4 * 2;
     constexpr int LOADS = HAS_ZERO ? 16 : 32;
-    uint32_t most[2] =
-        {};  // bits of magnitudes, whose order is theirs: NaN and infinity are above all others
+    // Bits of magnitudes, whose order is theirs: infinity is above all numbers, and NaN above infinity.
+    uint32_t most[2] = {};
     const auto take = [&](int i, float scale, float zero) {
       most[i] = max(most[i], __float_as_uint(fabsf(scale) * largest_difference(zero)));
     };
@@ -73,16 +73,7 @@ struct RoundedTile {
   __device__ void load(const Reader& in, int tile, const Rounding& rounding) {
     const uint32_t from = in.words + in.stage * STAGE_BYTES + tile * TILE_BYTES;
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-#pragma unroll
-      for (int lane = 0; lane < 2; ++lane) {
-        const uint4 v = load_shared<uint4>(from + i * 512 + lane * 16);
-        words[lane][4 * i] = v.x;
-        words[lane][4 * i + 1] = v.y;
-        words[lane][4 * i + 2] = v.z;
-        words[lane][4 * i + 3] = v.w;
-      }
-    }
+    for (int i = 0; i < WORDS; ++i) load_two_lanes(from + i * 512, words, 4 * i);
     if constexpr (GROUP > 0) {
       const uint32_t extra = in.stage * EXTRA_BYTES;
 #pragma unroll

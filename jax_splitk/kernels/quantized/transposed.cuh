@@ -79,10 +79,7 @@ __device__ inline void transpose(uint32_t (&a)[4]) {
 
 // The power of two for a group: its largest weight over it is below 2^15, which leaves fp16's range to small
 // ones. It and its inverse are normal numbers of fp32.
-__device__ inline float factor_of(float bound) {
-  const float power = __uint_as_float(__float_as_uint(bound) & 0x7f800000u);
-  return fminf(fmaxf(power, 0x1p-100f), 0x1p120f) * 0x1p-14f;
-}
+__device__ inline float factor_of(float bound) { return leading_power(bound) * 0x1p-14f; }
 
 // A thread block finds the factor of a group of k.
 extern "C" __global__ void __launch_bounds__(128)
