@@ -24,10 +24,10 @@ import jax_splitk
 from benchmarks import models
 from benchmarks.models.layers import STOCK
 from benchmarks.models.measure import train_step
-from jax_splitk.runtime import compiler
+from jax_splitk.runtime import compiler, stopwatch
 from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.source import Source
-from jax_splitk.tuning import device, profile, shared_profile, watch
+from jax_splitk.tuning import device, watch
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.measure import Bench
 
@@ -130,9 +130,8 @@ def _processor_seconds() -> float:
 def watched() -> Iterator[Work]:
     """Counts and times what jax_splitk does in the block."""
     work = Work()
-    parts = [(Bench, "__init__", "operands"), (Bench, "_compile", "executables"), (Bench, "_check", "checks")]
-    parts += [(device, "_compile", "xla_chooses"), (profile, "recorded", "profiles")]
-    parts += [(shared_profile, "_run", "profiled_work")]
+    parts = [(Bench, "__init__", "operands"), (Bench, "_compile", "executables"), (Bench, "_try", "checks")]
+    parts += [(device, "_compile", "xla_chooses"), (stopwatch, "microseconds", "stopwatch")]
     with contextlib.ExitStack() as patches:
         compiling = work.compiling(compiler._machine_code)
         patches.enter_context(mock.patch.object(compiler, "_machine_code", compiling))

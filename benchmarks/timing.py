@@ -16,7 +16,7 @@ import jax
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_splitk.tuning import profile
+from benchmarks import profile
 
 Function = Callable[..., Any]
 InputSets = Sequence[tuple[jax.Array, ...]]

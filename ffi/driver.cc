@@ -36,6 +36,11 @@ Loaded Load() {
   Bind(library, "cuKernelSetAttribute", d.kernel_set_attribute, out.why);
   Bind(library, "cuLaunchKernelEx", d.launch_kernel, out.why);
   Bind(library, "cuStreamIsCapturing", d.stream_is_capturing, out.why);
+  Bind(library, "cuStreamWaitValue32_v2", d.stream_wait_value, out.why);
+  Bind(library, "cuEventCreate", d.event_create, out.why);
+  Bind(library, "cuEventRecord", d.event_record, out.why);
+  Bind(library, "cuEventElapsedTime", d.event_elapsed_time, out.why);
+  Bind(library, "cuMemHostAlloc", d.mem_host_alloc, out.why);
   Bind(library, "cuTensorMapEncodeTiled", d.encode_tiled, out.why);
   Bind(library, "cuTensorMapEncodeIm2col", d.encode_im2col, out.why);
   std::string optional;

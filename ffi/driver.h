@@ -12,6 +12,7 @@ namespace jax_splitk {
 using CUresult = int;
 using CUdevice = int;
 using CUstream = void*;
+using CUevent = void*;
 using CUlibrary = void*;
 using CUkernel = void*;
 
@@ -55,6 +56,11 @@ struct Driver {
   CUresult (*kernel_set_attribute)(int attribute, int value, CUkernel, CUdevice);
   CUresult (*launch_kernel)(const CUlaunchConfig*, CUkernel, void** params, void** extra);
   CUresult (*stream_is_capturing)(CUstream, int* status);
+  CUresult (*stream_wait_value)(CUstream, uint64_t address, uint32_t value, unsigned flags);
+  CUresult (*event_create)(CUevent*, unsigned flags);
+  CUresult (*event_record)(CUevent, CUstream);
+  CUresult (*event_elapsed_time)(float* milliseconds, CUevent start, CUevent end);
+  CUresult (*mem_host_alloc)(void**, size_t bytes, unsigned flags);
   CUresult (*encode_tiled)(CUtensorMap*, int dtype, uint32_t rank, void*, const uint64_t* dims,
                            const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
                            int interleave, int swizzle, int l2_promotion, int oob_fill);

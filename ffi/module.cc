@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "host.h"
 #include "launcher.h"
 #include "plan.h"
+#include "stopwatch.h"
 
 namespace nb = nanobind;
 namespace js = jax_splitk;
@@ -47,6 +49,15 @@ NB_MODULE(_ffi, m) {
     type["type_id"] = nb::capsule(js::LaunchStateTypeId());
     type["type_info"] = nb::capsule(const_cast<XLA_FFI_TypeInfo*>(js::LaunchStateTypeInfo()));
     return type;
+  });
+  m.def("stopwatch_start_handler", [] { return HandlerCapsule(js::StopwatchStart); });
+  m.def("stopwatch_stop_handler", [] { return HandlerCapsule(js::StopwatchStop); });
+  // Returns (microseconds, whether the stream was held). Raises RuntimeError if there is no measurement.
+  m.def("stopwatch_lap", [] {
+    js::Lap lap;
+    const std::string why = js::StopwatchLap(&lap);
+    if (!why.empty()) throw std::runtime_error("the stopwatch has no time: " + why);
+    return nb::make_tuple(lap.microseconds, lap.held);
   });
   m.def("host_conv_handler", [] { return HandlerCapsule(JaxSplitkHostConv); });
   m.def("host_wgrad_handler", [] { return HandlerCapsule(JaxSplitkHostWgrad); });

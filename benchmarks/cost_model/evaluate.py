@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import kinds, report
-from benchmarks.cost_model import problems, records, tuned
+from benchmarks.cost_model import problems, records
 from benchmarks.cost_model.problems import Drawn
 from benchmarks.cost_model.records import Record, Timed
 from benchmarks.cost_model.sweep import CPU_FLOPS, measured
@@ -103,8 +103,7 @@ def chosen(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> 
 
 
 def evaluated(of: Chosen, target: Target) -> tuple[Outcome, tuple[Timed, ...]]:
-    """The figures of the last measurement, and one time for each of our candidates and XLA, from the last measurement
-    if it has one.
+    """The figures of the last measurement, and its times. Those of tuning have the pauses between kernels, too.
 
     Raises:
       RuntimeError: one of the choices cannot be timed.
@@ -119,8 +118,7 @@ def evaluated(of: Chosen, target: Target) -> tuple[Outcome, tuple[Timed, ...]]:
     spent = sum(float(entry.metadata["seconds"]) for entry in of.entries) / len(of.entries)
     text, by_choice = json.dumps(problem_as_dict(problem)), {name: us[c] for name, c in choices.items()}
     outcome = Outcome(text, problem.op, of.drawn.kind, by_choice, us[XLA], min(us.values()), spent)
-    earlier = {t.candidate: t for entry in of.entries for t in tuned.record(entry).timed}
-    return outcome, tuple({**earlier, **{t.candidate: t for t in found}}.values())
+    return outcome, found
 
 
 def untuned(problem: Problem, target: Target) -> Candidate:

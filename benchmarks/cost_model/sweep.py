@@ -27,6 +27,7 @@ from benchmarks import report
 from benchmarks.cost_model import problems, records
 from benchmarks.cost_model.problems import Drawn
 from benchmarks.cost_model.records import Record, Timed
+from benchmarks.profiled_bench import ProfiledBench
 from jax_splitk import kernels
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler
@@ -34,7 +35,7 @@ from jax_splitk.runtime.plan import DevicePlan
 from jax_splitk.runtime.target import Target, local_platform, target_for
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, usual_settings
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, usual_settings
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.search import ranked
 
@@ -112,13 +113,13 @@ def measured(
     Raises:
       RuntimeError: XLA cannot compute the problem.
     """
-    bench = Bench(problem, target.platform, given_up)
+    bench = ProfiledBench(problem, target.platform, given_up)
     contestants, failures = bench.prepare([XLA, *candidates])
     if not contestants or contestants[0].candidate != XLA:
         raise RuntimeError(f"XLA cannot compute it: {failures[0].error}")
     bench.time(contestants, 1 if target.platform == "cuda" else 3, time.monotonic() + 20)
     working = [c for c in contestants if c.error is None]
-    if target.platform == "cuda" and not bench.time_on_device(working, rounds, PROFILES):
+    if target.platform == "cuda" and not bench.time_on_device(working, rounds):
         raise RuntimeError("the profiler gave no device times")
     timed = [Timed(c.candidate, round(float(c.us), 3), c.spread) for c in working]
     timed += [Timed(c.candidate, None, error=c.error) for c in contestants if c.error is not None]

@@ -3,8 +3,9 @@
 python -m benchmarks.cost_model.tuned SOURCE OUT.jsonl
 
 SOURCE is a cache folder, a file with the text of TuningResult.dumps, or a report of benchmarks.conv or
-benchmarks.kinds. Each entry becomes a record, with the times of all its candidates. Each case of a report becomes a
-record with XLA's time.
+benchmarks.kinds. Each entry becomes a record, with the times of all its candidates, unless they are times by CUDA
+events: those have the pauses between kernels, which no other record has. Each case of a report becomes a record with
+XLA's time.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.entry import Entry
 from jax_splitk.tuning.key import as_tuple
+from jax_splitk.tuning.search import BY_EVENTS
 
 
 def record(entry: Entry) -> Record:
@@ -45,7 +47,8 @@ def _records(source: str) -> list[Record]:
     path = pathlib.Path(source)
     if path.is_file() and (data := json.loads(path.read_text())).get("benchmark") in ("conv", "kinds"):
         return of_report(data)
-    return [record(item.entry) for item in stored.read_source("SOURCE", source) if item.entry]
+    entries = [item.entry for item in stored.read_source("SOURCE", source) if item.entry]
+    return [record(entry) for entry in entries if entry.metadata.get("times") != BY_EVENTS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

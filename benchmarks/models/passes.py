@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 
-from jax_splitk.tuning import profile
+from benchmarks import profile
 
 FORWARD, INPUT, WEIGHT, PRODUCT, OTHER = "forward", "input gradient", "weight gradient", "product", "other"
 PASSES = (FORWARD, INPUT, WEIGHT, PRODUCT, OTHER)

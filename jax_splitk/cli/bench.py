@@ -177,7 +177,7 @@ def _conv_text(found: Sequence[Sweep]) -> str:
     )
 
 
-_SOURCES = {"device": "the profiler (device)", "wall": "the wall clock"}
+_SOURCES = {"device": "CUDA events (device)", "wall": "the wall clock"}
 
 
 def _row(found: Sweep, splits: int, point: Point) -> Sequence[str]:

@@ -263,34 +263,6 @@ def distributed() -> tuple[Any, int, int]:
     return state.client, state.process_id or 0, state.num_processes or 1
 
 
-def profiled(work: Callable[[], object], options: Any) -> Any:
-    """JAX's profile (a `jax.profiler.ProfileData`) of everything that runs during `work`, without a file.
-
-    jax 0.12 and later have a public session for this. In earlier versions the public `stop_trace` writes two files,
-    which takes longer than the profile itself; the private session inside it returns the bytes.
-
-    Raises:
-      RuntimeError: another profile is being taken."""
-    if hasattr(jax.profiler, "ProfileSession"):
-        session: Any = jax.profiler.ProfileSession(profiler_options=options)  # pyright: ignore
-        with session:
-            work()
-        return session.profile_data
-    from jax._src import profiler  # noqa: PLC0415
-
-    jax.profiler.start_trace("", profiler_options=options)
-    state: Any = profiler._profile_state
-    try:
-        work()
-    finally:
-        with state.lock:
-            try:
-                data = state.profile_session.stop()
-            finally:
-                state.reset()
-    return jax.profiler.ProfileData.from_serialized_xspace(data)
-
-
 def lowered_function() -> core.Jaxpr | None:
     """The function that JAX lowers in this thread, a whole program; None if it lowers none, or a part of an operation
     for XLA's partitioner.

@@ -7,7 +7,7 @@ import logging
 import jax
 
 from jax_splitk import _ffi
-from jax_splitk.runtime import settings, streams
+from jax_splitk.runtime import settings, stopwatch, streams
 from jax_splitk.runtime.plan import (
     HOST_CONV_TARGET,
     HOST_QUANTIZED_TARGET,
@@ -22,6 +22,8 @@ def register() -> None:
     # Register a state's type before the handlers that use it. No GPU is needed.
     jax.ffi.register_ffi_type("jax_splitk_launch_state_v1", _ffi.launch_state_type(), platform="CUDA")
     jax.ffi.register_ffi_target(LAUNCH_TARGET, _ffi.launch_handlers(), platform="CUDA")
+    jax.ffi.register_ffi_target(stopwatch.START_TARGET, _ffi.stopwatch_start_handler(), platform="CUDA")
+    jax.ffi.register_ffi_target(stopwatch.STOP_TARGET, _ffi.stopwatch_stop_handler(), platform="CUDA")
     jax.ffi.register_ffi_target(HOST_CONV_TARGET, _ffi.host_conv_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_WGRAD_TARGET, _ffi.host_wgrad_handler(), platform="cpu")
     jax.ffi.register_ffi_target(HOST_QUANTIZED_TARGET, _ffi.host_quantized_handler(), platform="cpu")

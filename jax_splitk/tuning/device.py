@@ -16,7 +16,6 @@ import jax
 
 from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
-from jax_splitk.tuning.shared_profile import SharedProfile
 
 FEW = 4  # fewest problems of a program, if there are as many
 MOST = 64  # most problems of a program
@@ -27,8 +26,7 @@ class Device:
     """Who has the device, and what is known of it.
 
     Attributes:
-      lock: held while a search times something on the device, or XLA times kernels for one: nothing may disturb it.
-      profile: the next profile that is taken of the device.
+      lock: held while a search uses the device, or XLA times kernels for one: nothing may disturb a measurement.
       poisoned_by: the problem of a candidate that failed as it ran: what fails after it may fail because of it.
       choosing: threads in which XLA chooses kernels before a search asks for them (xla_choices.py).
       xla_chose: whether XLA has chosen a problem's kernels together with others', for those that were tried so.
@@ -36,7 +34,6 @@ class Device:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.profile = SharedProfile()
         self.poisoned_by: Problem | None = None
         self.choosing: list[threading.Thread] = []
         self.xla_chose: dict[Problem, bool] = {}

@@ -27,7 +27,7 @@ from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
-from jax_splitk.tuning.measure import DEVICE_ROUNDS, PROFILES, Bench, Contestant, compile_ahead
+from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, Contestant, compile_ahead
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.serving import serving
 
@@ -45,8 +45,7 @@ HOPELESS = 2.5  # families whose best candidate is predicted to be slower by mor
 SLOWER_STEP = 1.1
 GIVE_UP = 1.3  # against XLA: of 272 searches none that was slower after the first round came to win
 CPU_BATCH = 8  # fewest candidates of a batch, where compiling takes no time
-# Most contestants of a first round that one profile times in turns, as the finals do: to start and read another profile
-# takes longer than their rounds.
+# Most contestants of a first round that are timed in turns, as often as the finals do.
 SIDE_BY_SIDE = 7
 FINALISTS = 4
 FINALIST = 1.2  # a candidate that is slower on the device by more does not come to win
@@ -61,6 +60,7 @@ LACKS_MEMORY = "RESOURCE_EXHAUSTED", "NOT_FOUND: Failed to get configs"
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # share of the budget in which the search may begin something; the rest is for the finals
 LAST_SHARE = 0.9  # share of the budget in which the search should end
+BY_EVENTS = "events"  # in an entry's metadata: its times are the stopwatch's
 LATE_ROUNDS = 2  # rounds of the finals when that time is over: fewer cannot be told from noise
 
 
@@ -237,7 +237,7 @@ class Search:
                 compile_ahead(self.key.problem, self._neighbours(best.candidate))
 
     def _screen(self, bench: Bench, contestants: list[Contestant]) -> None:
-        """Times the contestants that are not timed yet, by the profiler where possible: the wall clock also shows how
+        """Times the contestants that are not timed yet, by the stopwatch where possible: the wall clock also shows how
         long the host takes to start short kernels, and what other threads take from it. One round is enough, but a
         small first round gets the rounds of the finals."""
         new = [contestant for contestant in contestants if not contestant.is_timed]
@@ -302,12 +302,12 @@ class Search:
         rounds = DEVICE_ROUNDS if self._now() < self._last else LATE_ROUNDS
         failed = xla.error is not None and not self._lacks_memory
         last = _working([*finalists, xla])
-        if failed or not (all(map(_in_turns, last)) or bench.time_on_device(last, rounds, PROFILES)):
+        if failed or not (all(map(_in_turns, last)) or bench.time_on_device(last, rounds)):
             bench.time_again([*finalists, xla], 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
         elif self._now() < self._last and self._is_unclear(_working(finalists)):
             fastest = _fastest(_working(finalists))
             near = [c for c in _working([*finalists, xla]) if c.us <= FINALIST * fastest.us]
-            if bench.time_on_device(near, UNCLEAR_ROUNDS, PROFILES):
+            if bench.time_on_device(near, UNCLEAR_ROUNDS):
                 return [c for c in near if c is not xla]
         return finalists
 
@@ -362,8 +362,8 @@ class Search:
             timed.insert(0, self.xla)
         measured = (Measurement(c.candidate, None if c.error else round(float(c.us), 3), c.error) for c in timed)
         measurements = (*measured, *self.failures)
-        by_profile = self.xla is not None and bool(self.xla.device_times)
-        metadata = _metadata(time.monotonic() - self._started, len(self.tried), by_profile)
+        by_events = self.xla is not None and bool(self.xla.device_times)
+        metadata = _metadata(time.monotonic() - self._started, len(self.tried), by_events)
         return Entry.of(self.key, choice, measurements, self._predicted, metadata, self._limit)
 
 
@@ -406,7 +406,7 @@ def _variant(candidate: Candidate) -> Any:
 
 
 def _in_turns(contestant: Contestant) -> bool:
-    """Whether it was timed in the profile of a small first round, which has as many rounds as the finals."""
+    """Whether it was timed in a small first round, which has as many rounds as the finals."""
     return len(contestant.device_times) >= DEVICE_ROUNDS
 
 
@@ -450,7 +450,7 @@ def _beats(challenger: Contestant, holder: Contestant) -> bool:
     return challenger.us < holder.us * (1 - margin)
 
 
-def _metadata(seconds: float, tried: int, by_profile: bool) -> dict[str, Any]:
+def _metadata(seconds: float, tried: int, by_events: bool) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "jax": jax.__version__,
@@ -458,5 +458,5 @@ def _metadata(seconds: float, tried: int, by_profile: bool) -> dict[str, Any]:
         "platform_version": str(getattr(jax.local_devices()[0].client, "platform_version", "")),
         "seconds": round(seconds, 3),
         "candidates": tried,
-        "times": "profiler" if by_profile else "clock",
+        "times": BY_EVENTS if by_events else "clock",
     }

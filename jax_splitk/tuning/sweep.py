@@ -70,7 +70,7 @@ class Sweep:
     Attributes:
       points: ascending by splits in a sweep; in the order of the cost model in a race.
       model: the cost model's first choice, whatever its number of splits.
-      source: "device" (profiler) or "wall".
+      source: "device" (CUDA events) or "wall".
     """
 
     problem: Problem
@@ -209,7 +209,7 @@ def _measured(
 
 
 def _time(bench: Bench, contestants: Sequence[Contestant]) -> bool:
-    """Times the contestants; returns whether the profiler did."""
+    """Times the contestants; returns whether the device did."""
     for contestant in contestants:
         contestant.times, contestant.device_times = [], []
     bench.time(contestants, ROUNDS, math.inf)

@@ -9,12 +9,12 @@ import jax
 import pytest
 from jax import numpy as jnp
 
-from benchmarks import cases, dot, dot_cases, tables, timing
+from benchmarks import cases, dot, dot_cases, profile, tables, timing
 from benchmarks.timing import Timing
 from jax_splitk.kernels.contraction import products as tma
 from jax_splitk.ops.decision import Decision
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import once, profile, table
+from jax_splitk.tuning import once, table
 from jax_splitk.tuning.choice import XLA
 from jax_splitk.tuning.key import key_for
 

@@ -69,11 +69,11 @@ def test_a_config_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: py
     first = sweep.ranked(
         sweep.key_for(DotProblem(1, 16, 24, 640, "bkm", "bkn", "bfloat16", "float32"), sweep.target_for("cpu"))
     )[0]
-    monkeypatch.setattr(measure.Bench, "_check", fails)
+    monkeypatch.setattr(measure.Bench, "_try", fails)
     splits = next(s for s in (3, 6) if s != first.config.splits)
     found = run(capsys, "bench", "matmul", *SIZES, "--sweep-splits", splits, code=1)
     assert {(point["us"], point["error"]) for point in found["points"]} == {(None, "no luck")}
-    monkeypatch.setattr(measure.Bench, "_check", lambda self, contestant: "no luck at all")
+    monkeypatch.setattr(measure.Bench, "_try", lambda self, contestant: "no luck at all")
     assert main(["bench", "matmul", *map(str, SIZES), "--sweep-splits", "2"]) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err.split("16x24x640 bkm,bkn: ")[1]) == ("", "xla failed: no luck at all\n")

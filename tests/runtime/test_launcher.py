@@ -25,6 +25,8 @@ DRIVER = r"""
 #define UNUSED(name) int name(void) { return 999; }
 UNUSED(cuGetErrorString) UNUSED(cuCtxGetDevice) UNUSED(cuLibraryUnload) UNUSED(cuKernelSetAttribute)
 UNUSED(cuLaunchKernelEx) UNUSED(cuStreamIsCapturing) UNUSED(cuTensorMapEncodeTiled) UNUSED(cuTensorMapEncodeIm2col)
+UNUSED(cuStreamWaitValue32_v2) UNUSED(cuEventCreate) UNUSED(cuEventRecord) UNUSED(cuEventElapsedTime)
+UNUSED(cuMemHostAlloc)
 
 int cuInit(unsigned flags) { return atoi(getenv("FAKE_GPU")); }
 

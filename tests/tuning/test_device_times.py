@@ -1,8 +1,8 @@
-"""Times by the profiler, on a device that the tests play."""
+"""Times by the stopwatch, on a device that the tests play."""
 
+import functools
 import itertools
 import math
-import pathlib
 import threading
 from collections.abc import Callable
 
@@ -11,177 +11,74 @@ import pytest
 from jax import numpy as jnp
 
 from jax_splitk.problems.operations import OPERATIONS
-from jax_splitk.tuning import device, measure, profile, search
+from jax_splitk.runtime import stopwatch
+from jax_splitk.tuning import check, device, measure, search
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
-from tests.tuning_cache import TINY, key_of, start
+from tests.tuning_cache import TINY, key_of
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
 
 
-NAMES = ("hlo_op", "hlo_module", "custom-call", "wgrad", "reduce", "MemcpyH2D", "python", "jit_wgrad")
-
-
-@pytest.fixture
-def profiled(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A profile as XLA writes it: three GPUs and the host."""
-    number = {name: i + 1 for i, name in enumerate(NAMES)}
-
-    def event(name: str, start: int, end: int) -> str:
-        stats = {"hlo_op": "custom-call", "hlo_module": f"jit_{name}"} if name == "wgrad" else {}
-        said = "".join(f"stats {{ metadata_id: {number[k]} ref_value: {number[v]} }}" for k, v in stats.items())
-        times = f"offset_ps: {start * 1000} duration_ps: {(end - start) * 1000}"
-        return f"events {{ metadata_id: {number[name]} {times} {said} }}"
-
-    def plane(name: str, **lines: list[str]) -> str:
-        found = "".join(f'lines {{ name: "{line}" {" ".join(events)} }}' for line, events in lines.items())
-        kinds = ("event_metadata", "stat_metadata")
-        named = [f'{kind} {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for n, i in number.items() for kind in kinds]
-        return f'planes {{ name: "{name}" {found} {" ".join(named)} }}'
-
-    planes = [
-        plane("/device:GPU:0", Stream1=[event("python", 0, 9)]),
-        plane(
-            "/device:GPU:1",
-            Stream1=[event("wgrad", 1, 2), event("MemcpyH2D", 2, 3)],
-            Stream2=[event("reduce", 1, 3)],
-            Steps=[event("python", 0, 9)],
-        ),
-        plane("/device:GPU:11", Stream1=[event("python", 0, 9)]),
-        plane("/host:CPU", Stream1=[event("python", 0, 9)]),
-    ]
-    path = tmp_path / "host.xplane.pb"
-    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(" ".join(planes)))
-    return path
-
-
-def test_only_the_measured_devices_streams_count(profiled: pathlib.Path) -> None:
-    data = jax.profiler.ProfileData.from_file(str(profiled))
-    assert [event.name for event in profile.stream_events(data, 1)] == ["wgrad", "reduce"]
-    assert profile.module_times(data, 1) == [("jit_wgrad", 1.0, 2.0), ("", 1.0, 3.0)]
-
-
-def test_a_profile_is_taken_without_files(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Where JAX writes one it writes compressed JSON besides, while others wait for the device."""
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: pytest.fail("it writes files"))
-    monkeypatch.chdir(tmp_path)
-    ran: list[str] = []
-    for _ in range(2):
-        data = profile.recorded(lambda: ran.append("work"))
-        assert isinstance(data, jax.profiler.ProfileData)
-        assert list(profile.stream_events(data)) == []
-    assert ran == ["work", "work"]
-    with pytest.raises(ZeroDivisionError):
-        profile.recorded(lambda: 1 / 0)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    with jax.profiler.trace(str(tmp_path)), pytest.raises(RuntimeError, match="already been started"):
-        profile.recorded(lambda: ran.append("beside the user's"))
-    assert len(ran) == 2
-    assert list(tmp_path.rglob("*.xplane.pb")), "the user's profile is whole"
-
-
-READ = """
-import gc, sys, warnings
-import jax
-from jax_splitk.tuning import profile
-warnings.simplefilter("error")
-for _ in range(2):
-    print(len(profile.module_times(jax.profiler.ProfileData.from_file(sys.argv[1]), 1)))
-    gc.collect()
-"""
-
-
-def test_a_profile_is_read_where_warnings_are_errors(profiled: pathlib.Path) -> None:
-    """jaxlib warned about a type that it creates, which ended the process. It did so again after the type had been
-    garbage-collected."""
-    process = start(READ, profiled)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "2\n2\n"), err
-
-
-def test_turns_are_told_apart_by_their_modules() -> None:
-    a, b, c, d = ("one", 3.0, 90.0), ("other", 105.0, 107.0), ("one", 99.0, 100.0), ("one", 111.0, 112.0)
-    beside = [("user's", 1.0, 2.0), ("user's", 95.0, 97.0), ("", 106.0, 106.5)]
-    assert profile.turns([d, *beside, b, c, a], ["one", "other"]) == [("one", [a, c]), ("other", [b]), ("one", [d])]
-    assert profile.turns(beside, ["one"]) == []
-
-
-def test_a_kernel_that_was_held_up_does_not_count() -> None:
-    """Two kernels overlap in eight executions. One execution took a hundred times as long, and one began late."""
-    calls = [[(0.0, 3.0), (2.0, 4.0)] for _ in range(8)]
-    calls[3] = [(0.0, 400.0)] * 2
-    calls[6] = [(0.0, 3.0), (30.0, 32.0)]
-    spans = [(start + 1000.0 * i, end + 1000.0 * i) for i, call in enumerate(calls) for start, end in call]
-    assert profile.busy_time(spans) == 6 * 4 + 400 + 5
-    assert profile.part_time(reversed(spans), 8) == 4.0
-    assert profile.part_time(spans, 1) == profile.busy_time(spans)
-    assert profile.part_time(spans[:-1], 8) == pytest.approx(profile.busy_time(spans[:-1]) / 8), "not told apart"
-
-
 class FakeDevice:
-    """A GPU's profile of what contestants say they ran: each of their calls takes the next of their times."""
+    """A GPU whose stopwatch counts what contestants say they ran.
+
+    Attributes:
+      laps: the names that ran in each measurement.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[tuple[str, float]] = []
-        self.profiles = 0
-        monkeypatch.setattr(profile, "recorded", self.recorded)
-        monkeypatch.setattr(profile, "module_times", self.module_times)
+        self.laps: list[list[str]] = []
+        monkeypatch.setattr(stopwatch, "microseconds", self.microseconds)
 
-    def contestant(self, name: str, us: float, beside: str = "") -> Contestant:
-        def run() -> None:
-            self.ran.append((name, us))
-            if beside:
-                self.ran.append((beside, us / 2))
+    def contestant(self, name: str, us: float) -> Contestant:
+        return Contestant(Candidate(name), lambda: self.ran.append((name, us)), module=name, warm_us=us)
 
-        return Contestant(Candidate(name), run, module=name, warm_us=us)
-
-    def recorded(self, work: Callable[[], None]) -> list[profile.Event]:
+    def microseconds(self, work: Callable[[], object]) -> float:
         assert device.state.lock.locked()
-        self.profiles += 1
         self.ran.clear()
         work()
-        now, events = 0.0, []
-        for name, us in self.ran:
-            events.append((name, now, now := now + 1e3 * us))
-        return events
-
-    def module_times(self, taken: list[profile.Event]) -> list[profile.Event]:
-        assert not device.state.lock.locked(), "others may have it while a profile is read"
-        return taken
+        self.laps.append([name for name, _ in self.ran])
+        return sum(us for _, us in self.ran)
 
     def bench(self) -> Bench:
         bench = Bench.__new__(Bench)
         bench.problem, bench.platform, bench.sets = TINY.problem(), "cuda", 1
         bench.operation = OPERATIONS["conv_wgrad"]
         bench.given_up = threading.Event()
+        bench._check = measure.Check(bench.problem, [], {})
         return bench
 
 
-def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones are called more often, but never so often that JAX lets no more executions be under way."""
     device = FakeDevice(monkeypatch)
     times = {"a": 7.0, "b": 290.0, "c": 12000.0}
     contestants = [device.contestant(name, us) for name, us in times.items()]
     assert device.bench().time_on_device(contestants, rounds=1)
     assert [c.device_times for c in contestants] == [[pytest.approx(us)] for us in times.values()]
-    assert device.profiles == 1
     assert device.bench().time_on_device(contestants)
     assert [c.device_times for c in contestants] == [[pytest.approx(us)] * 3 for us in times.values()]
-    assert device.profiles == 1 + 1
-    # Short ones are called more often, and a profile stays readable.
-    calls = [[name for name, _ in device.ran].count(name) for name in times]
-    assert calls == [3 * 24, 3 * 6, 3 * 1]
+    assert device.laps == [["a"] * 24, ["b"] * 6, ["c"]] * (1 + 3)
     assert device.bench().time_on_device(contestants[:1])
     assert contestants[0].device_times == [pytest.approx(7.0)]
+    bench = device.bench()
+    bench.platform = "cpu"
+    assert not bench.time_on_device(contestants)
 
 
-@pytest.mark.parametrize("has_profile", [True, False])
+def no_time(work: Callable[[], object]) -> float:
+    raise RuntimeError("the driver cannot hold a stream")
+
+
+@pytest.mark.parametrize("has_times", [True, False])
 @pytest.mark.parametrize(("clock_us", "us", "is_slow"), [(9e4, 9e4, True), (9e4, 10.0, False), (10.0, 10.0, False)])
 def test_a_slow_candidate_is_called_a_few_times(
-    clock_us: float, us: float, is_slow: bool, has_profile: bool, monkeypatch: pytest.MonkeyPatch
+    clock_us: float, us: float, is_slow: bool, has_times: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the time of these calls. A candidate whose first calls alone take long by the clock, since it loads code
-    or other searches use the device, is not slow."""
+    """It has the time of these calls. A candidate whose first calls alone take long by the clock, since it loads code,
+    is not slow."""
     fake, now, runs = FakeDevice(monkeypatch), 0.0, 0
     bench, result = fake.bench(), jnp.zeros(())
     bench.sets = 24
@@ -199,80 +96,89 @@ def test_a_slow_candidate_is_called_a_few_times(
         runs += 1
         return [result] * 4
 
-    def refused(work: Callable[[], None]) -> None:
-        raise RuntimeError("another profile is being taken")
-
-    if not has_profile:
-        monkeypatch.setattr(profile, "recorded", refused)
+    if not has_times:
+        monkeypatch.setattr(stopwatch, "microseconds", no_time)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
     contestant.of_kind, contestant.run, contestant.candidate = of_kind, run, XLA
-    assert bench._check(contestant) is None
+    assert bench._try(contestant) is None
     assert contestant.is_slow == is_slow
     if is_slow:
         assert runs == 0
         bench.time([contestant], 3, math.inf)
         assert (contestant.us, contestant.spread, runs) == (pytest.approx(us), 0.0, 0)
         assert bench.time_on_device([contestant])
-        assert bench.time_on_device([contestant, quick]) == has_profile
-        assert len(quick.device_times) == has_profile
+        assert bench.time_on_device([contestant, quick]) == has_times
+        assert len(quick.device_times) == has_times
 
 
-def test_what_others_run_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(monkeypatch)
-    contestants = [device.contestant("a", 7.0, beside="of another search"), device.contestant("b", 9.0, beside="")]
-    assert device.bench().time_on_device(contestants)
-    assert [c.us for c in contestants] == [pytest.approx(7.0), pytest.approx(9.0)]
-
-
-def test_a_profile_that_fails_is_taken_again_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_times_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(monkeypatch)
     contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0)]
-
-    def spoilt_at_first(work: Callable[[], None]) -> list[profile.Event]:
-        events = device.recorded(work)
-        return [] if device.profiles == 1 else events
-
-    monkeypatch.setattr(profile, "recorded", spoilt_at_first)
-    assert not device.bench().time_on_device(contestants)
-    device.profiles = 0
-    assert device.bench().time_on_device(contestants, profiles=2)
-    assert device.profiles == 2
-    assert [c.us for c in contestants] == [pytest.approx(7.0), pytest.approx(9.0)]
-
-
-def test_contestants_that_a_profile_does_not_tell_apart_have_no_device_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(monkeypatch)
-    contestants = [device.contestant("a", 7.0), device.contestant("b", 9.0, beside="a")]
-    assert not device.bench().time_on_device(contestants, rounds=1)
+    monkeypatch.setattr(stopwatch, "microseconds", no_time)
     assert not device.bench().time_on_device(contestants)
     assert [c.device_times for c in contestants] == [[], []]
-    bench = device.bench()
-    bench.platform = "cpu"
-    assert not bench.time_on_device(contestants[:1])
 
 
 def test_what_is_waited_for_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the wall clock and by the profiler; it is no part of a search's budget."""
+    """By the wall clock and by the stopwatch; it is no part of a search's budget."""
     key = key_of(TINY)
     bench = Bench(key.problem, "cpu", threading.Event())
     contestants, _ = bench.prepare(search.ranked(key)[:1])
     bench.platform = "cuda"
-    monkeypatch.setattr(profile, "recorded", lambda work: work())
-    monkeypatch.setattr(profile, "module_times", lambda _: [])
 
-    def waited() -> float:
-        before = bench.waited
-        bench.time(contestants, 1, 0.0)
-        bench.time_on_device(contestants)  # there are no events; the work ran
-        return bench.waited - before
+    def microseconds(work: Callable[[], object]) -> float:
+        work()
+        return 1.0
 
-    by_itself = waited()
+    monkeypatch.setattr(stopwatch, "microseconds", microseconds)
     lock = device.state.lock
-    lock.acquire()
-    threading.Timer(0.4, lock.release).start()
-    assert waited() - by_itself > 0.3
-    lock.acquire()
-    threading.Timer(0.4, lock.release).start()
-    before = bench.waited
-    bench.time_on_device(contestants)
-    assert bench.waited - before > 0.3
+    for timed in (lambda: bench.time(contestants, 1, math.inf), lambda: bench.time_on_device(contestants)):
+        before = bench.waited
+        timed()
+        by_itself, before = bench.waited - before, bench.waited
+        lock.acquire()
+        threading.Timer(0.4, lock.release).start()
+        timed()
+        assert bench.waited - before - by_itself > 0.3
+
+
+def guarded(contestant: Contestant, lock: threading.Lock) -> Callable[..., object]:
+    """The contestant's calls, which must have the device."""
+    run, of_kind = contestant.run, contestant.of_kind
+
+    def call(*kind: int) -> object:
+        assert lock.locked()
+        return of_kind(*kind) if kind else run()
+
+    return call
+
+
+def test_only_one_search_uses_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates run for the first time, are timed, and are compared with XLA while nobody else does. Programs are
+    compiled meanwhile."""
+    key = key_of(TINY)
+    bench = Bench(key.problem, "cpu", threading.Event())
+    candidates = [XLA, *search.ranked(key)[:2]]
+    bench.compile(candidates)
+    compiled, lock = list[bool](), device.state.lock
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(check, "_error_of", functools.lru_cache(check._error_of.__wrapped__))
+
+    def compiling(lowered: jax.stages.Lowered, *args: object, **options: object) -> object:
+        compiled.append(lock.locked())
+        program = compile_(lowered, *args, **options)  # pyright: ignore[reportArgumentType]
+
+        def held(*operands: object) -> object:
+            assert lock.locked()
+            return program(*operands)
+
+        return held
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    for contestant in bench._compiled.values():
+        assert isinstance(contestant, Contestant)
+        contestant.run = contestant.of_kind = guarded(contestant, lock)
+    contestants, failures = bench.prepare(candidates)
+    assert (len(contestants), failures) == (3, [])
+    bench.time(contestants, 1, math.inf)
+    assert compiled == [False], "one comparison serves both candidates"

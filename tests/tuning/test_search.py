@@ -21,6 +21,7 @@ from jax_splitk.runtime.plan import CustomCall
 from jax_splitk.runtime.target import DEFAULT_CUDA
 from jax_splitk.runtime.toolchain import CompilerUnavailable
 from jax_splitk.tuning import entry, measure, search, select, tuner
+from jax_splitk.tuning.check import TOLERANCE
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.measure import Bench
@@ -135,12 +136,12 @@ def test_xlas_own_error_is_accepted_and_twice_that_of_ours() -> None:
     """XLA's kernels differ among themselves on long sums. Results that none of them could give are refused."""
     key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
     bench = Bench(key.problem, "cpu", threading.Event())
-    (exact,) = bench._references
-    tolerance = measure.TOLERANCE["float32"]
+    exact = bench._check.reference(0, lambda work: work())
+    tolerance = TOLERANCE["float32"]
 
     def check(candidate: Candidate, error: float) -> str | None:
         results = [exact * (1 + error)]
-        return bench._check(measure.Contestant(candidate, lambda: results, of_kind=lambda _: results))
+        return bench._try(measure.Contestant(candidate, lambda: results, of_kind=lambda _: results))
 
     ours = search.ranked(key)[0]
     assert check(ours, 1.5 * tolerance) is not None

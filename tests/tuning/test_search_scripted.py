@@ -42,16 +42,16 @@ class Script:
       us: microseconds of a candidate.
       broken: candidates that do not compile, and why.
       round_seconds: how far a timing moves the clock.
-      compile_seconds, xla_seconds, profile_seconds: the same of a kernel's compilation, of preparing XLA's operation,
+      compile_seconds, xla_seconds, device_seconds: the same of a kernel's compilation, of preparing XLA's operation,
         and of each round of device times.
       wait_seconds: how far other searches, which have the device, move the clock at each preparation.
       cores: how many kernels are compiled at once.
       late: candidates that raise at this timing (counted from 0).
       fatal: whether such an error is the end of everything, as CUDA's are that end its context.
       stuck: candidates that do not come back from their second timing before the event is set.
-      device_us: the same as `us` by the profiler, where there is one.
+      device_us: the same as `us` by the stopwatch, where there is one.
       screened, finalists: candidates in the order in which they were screened by it, or timed again at the end.
-      device_rounds: how many rounds each profile had.
+      device_rounds: how many rounds each timing on the device had.
     """
 
     def __init__(self, us: Callable[[Candidate], float]):
@@ -65,7 +65,7 @@ class Script:
         self.finalists: list[Candidate] = []
         self.device_rounds: list[int] = []
         self.round_seconds = 1e-3
-        self.compile_seconds = self.xla_seconds = self.profile_seconds = self.wait_seconds = 0.0
+        self.compile_seconds = self.xla_seconds = self.device_seconds = self.wait_seconds = 0.0
         self.cores = 16
         self.compiled: set[Candidate] = set()
         self.ahead = threading.Event()
@@ -105,10 +105,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 broken = [Measurement(c, None, script.broken[c]) for c in candidates if c in script.broken]
                 return [Contestant(c, lambda: None) for c in candidates if c not in script.broken], broken
 
-            def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3, profiles: int = 1) -> bool:
+            def time_on_device(self, contestants: Sequence[Contestant], rounds: int = 3) -> bool:
                 if script.device_us is None:
                     return False
-                script.clock.now += script.profile_seconds * rounds
+                script.clock.now += script.device_seconds * rounds
                 timed = script.screened if rounds == 1 else script.finalists
                 timed += [contestant.candidate for contestant in contestants]
                 script.device_rounds.append(rounds)
@@ -168,7 +168,7 @@ def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any, monkeypatch
 
 @pytest.mark.parametrize(("chosen", "step"), [(True, 0.0), (False, 90.0), (False, 105.0)])
 def test_a_small_first_round_is_timed_once(chosen: bool, step: float, scripted: Any) -> None:
-    """One profile has all rounds. Where the model's own choice is the fastest, the search ends with it. Where another
+    """Where the model's own choice is the fastest, the search ends with it. Where another
     one is, its neighbours are timed, and the finals if one of them is faster."""
     with seeded(4) as rng:
         key = wide(rng)
@@ -538,7 +538,7 @@ def test_compilation_keeps_to_the_budget(
     key = key_for(Case("layer", 32, 28, 28, 128, 128, (3, 3)).problem(), DEFAULT_CUDA)
     ranking, first = search.ranked(key), search.first_round(key, search.predicted(key))
     script = scripted(lambda c: 60.0 if c == XLA else 20.0 + ranking.index(c) if c in ranking else 50.0)
-    script.cores, script.compile_seconds, script.xla_seconds, script.profile_seconds = cores, compile_seconds, 1.5, 0.3
+    script.cores, script.compile_seconds, script.xla_seconds, script.device_seconds = cores, compile_seconds, 1.5, 0.3
     script.device_us = script.us
     began = script.clock.now
     found = tuner.tune(key, seconds=10.0)
@@ -547,7 +547,7 @@ def test_compilation_keeps_to_the_budget(
     assert len(script.prepared) - 1 >= min(cores, len(first))
     # Where the first kernels alone take longer, nothing else is begun.
     script = scripted(script.us)
-    script.cores, script.compile_seconds, script.xla_seconds, script.profile_seconds = cores, 30.0, 1.5, 0.3
+    script.cores, script.compile_seconds, script.xla_seconds, script.device_seconds = cores, 30.0, 1.5, 0.3
     script.device_us = script.us
     began = script.clock.now
     found = tuner.tune(key, seconds=10.0)

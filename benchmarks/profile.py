@@ -1,4 +1,5 @@
-"""Device times from JAX's profiler: what ran on the GPU's streams, without the host's part."""
+"""Device times from JAX's profiler: what ran on the GPU's streams, without the host's part, kernel by kernel. Before
+jax 0.12 the public API writes each profile to files, which takes longer than the profile itself."""
 
 import functools
 import itertools
@@ -8,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-
-from jax_splitk.runtime import _compat
 
 _HOST_COPIES = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)", re.IGNORECASE)
 
@@ -27,7 +26,36 @@ def recorded(work: Callable[[], object]) -> Any:
     options.host_tracer_level = 0
     # Do not record the programs of all executables: with 300 of them that takes longer than everything else.
     options.enable_hlo_proto = False
-    return _compat.profiled(work, options)
+    return _profiled(work, options)
+
+
+def _profiled(work: Callable[[], object], options: Any) -> Any:
+    """JAX's profile (a `jax.profiler.ProfileData`) of everything that runs during `work`, without a file.
+
+    jax 0.12 and later have a public session for this; in earlier versions the private session inside `stop_trace`
+    returns the bytes.
+
+    Raises:
+      RuntimeError: another profile is being taken.
+    """
+    if hasattr(jax.profiler, "ProfileSession"):
+        session: Any = jax.profiler.ProfileSession(profiler_options=options)  # pyright: ignore
+        with session:
+            work()
+        return session.profile_data
+    from jax._src import profiler  # noqa: PLC0415
+
+    jax.profiler.start_trace("", profiler_options=options)
+    state: Any = profiler._profile_state
+    try:
+        work()
+    finally:
+        with state.lock:
+            try:
+                data = state.profile_session.stop()
+            finally:
+                state.reset()
+    return jax.profiler.ProfileData.from_serialized_xspace(data)
 
 
 def stream_events(data: Any, ordinal: int | None = None) -> Iterator[Any]:
