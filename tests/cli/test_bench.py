@@ -61,7 +61,7 @@ def test_a_table_of_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
 
 @on_the_cpu
 def test_a_config_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    check = measure.Bench._check
+    check = measure.Bench._try
 
     def fails(self: Any, contestant: measure.Contestant) -> str | None:
         return "no luck" if contestant.candidate not in (XLA, first) else check(self, contestant)
