@@ -45,8 +45,6 @@ HOPELESS = 2.5  # families whose best candidate is predicted to be slower by mor
 SLOWER_STEP = 1.1
 GIVE_UP = 1.3  # against XLA: of 272 searches none that was slower after the first round came to win
 CPU_BATCH = 8  # fewest candidates of a batch, where compiling takes no time
-# Most contestants of a first round that are timed in turns, as often as the finals do.
-SIDE_BY_SIDE = 7
 FINALISTS = 4
 FINALIST = 1.2  # a candidate that is slower on the device by more does not come to win
 # The finals are unclear where the model's own choice is slower by a factor in this range, or their rounds disagree. Of
@@ -238,12 +236,9 @@ class Search:
 
     def _screen(self, bench: Bench, contestants: list[Contestant]) -> None:
         """Times the contestants that are not timed yet, by the stopwatch where possible: the wall clock also shows how
-        long the host takes to start short kernels, and what other threads take from it. One round is enough, but a
-        small first round gets the rounds of the finals."""
+        long the host takes to start short kernels, and what other threads take from it. One round is enough."""
         new = [contestant for contestant in contestants if not contestant.is_timed]
-        is_first = not any(c.is_timed for c in self.contestants) and self.tried.issuperset(self._first_candidates())
-        rounds = DEVICE_ROUNDS if is_first and len(new) <= SIDE_BY_SIDE else 1
-        if new and not bench.time_on_device(_working(new), rounds):
+        if new and not bench.time_on_device(_working(new), 1):
             bench.time(new, 3, self._deadline + bench.waited)
 
     def _may_be_beaten(self, best: Contestant) -> bool:
@@ -288,12 +283,9 @@ class Search:
         return [c for c, each in zip(allowed, seconds, strict=True) if each <= SLOWER_STEP * own]
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
-        """Times the fastest candidates and XLA once more, in turns, on the device where possible, unless the first
-        round timed them so, and no later candidate was faster. By the wall clock only these times count, since the
-        earlier ones were not all taken side by side."""
+        """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock only
+        these times count, since the earlier ones were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
-        if working and _in_turns(working[0]):
-            working = list(filter(_in_turns, working))
         # The model's own choice takes part, since the others are compared with it and its regret is reported. The
         # choice of an earlier search takes part, too.
         asked = (self._predicted, None if self._old is None else self._old.choice)
@@ -301,8 +293,7 @@ class Search:
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
         rounds = DEVICE_ROUNDS if self._now() < self._last else LATE_ROUNDS
         failed = xla.error is not None and not self._lacks_memory
-        last = _working([*finalists, xla])
-        if failed or not (all(map(_in_turns, last)) or bench.time_on_device(last, rounds)):
+        if failed or not bench.time_on_device(_working([*finalists, xla]), rounds):
             bench.time_again([*finalists, xla], 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
         elif self._now() < self._last and self._is_unclear(_working(finalists)):
             fastest = _fastest(_working(finalists))
@@ -403,11 +394,6 @@ def _variant(candidate: Candidate) -> Any:
     """A candidate without its number of splits."""
     fields = {name: value for name, value in vars(candidate.config).items() if name != "splits"}
     return candidate.family, tuple(fields.items())
-
-
-def _in_turns(contestant: Contestant) -> bool:
-    """Whether it was timed in a small first round, which has as many rounds as the finals."""
-    return len(contestant.device_times) >= DEVICE_ROUNDS
 
 
 def _working(contestants: Iterable[Contestant]) -> list[Contestant]:

@@ -151,9 +151,8 @@ def first_round(key: Key) -> tuple[list[Candidate], Candidate]:
     return first, next(c for c in first[1:] if set(one._neighbours(c)) - set(first))
 
 
-def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
     """The model's own choice and XLA always are finalists."""
-    monkeypatch.setattr(search, "SIDE_BY_SIDE", 0)
     with seeded(2) as rng:
         key = wide(rng)
     ranking = search.ranked(key)
@@ -164,34 +163,6 @@ def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any, monkeypatch
     script.device_us = lambda c: 5000.0 if c == XLA else times.get(c, 1000.0)
     assert tuner.tune(key).choice == near[0]
     assert script.finalists == [*near, ranking[0], XLA]
-
-
-@pytest.mark.parametrize(("chosen", "step"), [(True, 0.0), (False, 90.0), (False, 105.0)])
-def test_a_small_first_round_is_timed_once(chosen: bool, step: float, scripted: Any) -> None:
-    """Where the model's own choice is the fastest, the search ends with it. Where another
-    one is, its neighbours are timed, and the finals if one of them is faster."""
-    with seeded(4) as rng:
-        key = wide(rng)
-    first, other = first_round(key)
-    fastest = first[0] if chosen else other
-    script = scripted(lambda c: 0.0)
-    script.device_us = lambda c: 900.0 if c == XLA else 100.0 if c == fastest else 200.0 if c in first else step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "SIDE_BY_SIDE", len(first) + 1)
-        found = tuner.tune(key)
-    assert (found.choice == fastest) is (step != 90.0)
-    assert script.finalists[: len(first) + 1] == [XLA, *first]
-    if chosen:
-        assert script.device_rounds == [search.DEVICE_ROUNDS] and set(script.prepared) == {XLA, *first}
-    else:
-        steps = [1] * script.device_rounds.count(1)
-        finals = [search.DEVICE_ROUNDS] * (step == 90.0)
-        assert steps and script.device_rounds == [search.DEVICE_ROUNDS, *steps, *finals]
-    script.device_rounds.clear()  # more candidates are screened in one round
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "SIDE_BY_SIDE", len(first))
-        assert (tuner.tune(key).choice == fastest) is (step != 90.0)
-    assert script.device_rounds[0] == 1 and script.device_rounds[-1] == search.DEVICE_ROUNDS
 
 
 @pytest.mark.parametrize(
