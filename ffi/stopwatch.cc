@@ -1,5 +1,6 @@
 #include "stopwatch.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -16,10 +17,11 @@ namespace ffi = xla::ffi;
 namespace jax_splitk {
 namespace {
 
-// The longest that a stream is held. To enqueue some twenty programs takes the host a few milliseconds. Work
-// that waits for the GPU itself, as loops of XLA's may, or a call of the driver in another thread that waits
-// until the GPU is idle, would wait for ever.
-constexpr std::chrono::milliseconds kLongestHold{30};
+// The longest that a stream is held, in milliseconds. To enqueue some twenty programs takes the host a few.
+// Work that waits for the GPU itself, as loops of XLA's may, or a call of the driver in another thread that
+// waits until the GPU is idle, would wait for ever. After a measurement that was not held until its end, the
+// next one is held twice as long: the host may be busy.
+constexpr int kHold = 30, kLongestHold = 240;
 
 constexpr unsigned kPortable = 1, kDeviceMap = 2;  // CU_MEMHOSTALLOC_*
 constexpr unsigned kWaitGreaterOrEqual = 0;        // CU_STREAM_WAIT_VALUE_GEQ, by the sign of the difference
@@ -30,6 +32,7 @@ struct Stopwatch {
   std::atomic<uint32_t>* word = nullptr;  // in memory of the host that GPUs can read
   std::atomic<uint32_t> number{0};        // of the last measurement
   std::atomic<uint32_t> late{0};          // the last one that was not held until its end
+  std::atomic<int> hold{kHold};           // milliseconds of the next one
   CUevent start = nullptr, stop = nullptr;
 
   // Lets the stream go on. Returns whether it was held.
@@ -65,13 +68,15 @@ CUresult Prepare(const Driver& driver, Stopwatch& state) {
 
 void ReleaseLate(uint32_t measurement) {
   Stopwatch& state = State();
-  if (state.Release(measurement)) state.late = measurement;
+  if (!state.Release(measurement)) return;
+  state.late = measurement;
+  state.hold = std::min(2 * state.hold.load(), kLongestHold);
 }
 
 void ReleaseLater(uint32_t measurement) {
   try {
-    std::thread([measurement] {
-      std::this_thread::sleep_for(kLongestHold);
+    std::thread([measurement, hold = State().hold.load()] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(hold));
       ReleaseLate(measurement);
     }).detach();
   } catch (const std::system_error&) {  // the system grants no thread
@@ -100,7 +105,7 @@ ffi::Error Stop(CUstream stream, ffi::RemainingRets) {
   Stopwatch& state = State();
   if (!state.stop) return Failed("stopped before it was started");
   const CUresult r = driver->event_record(state.stop, stream);
-  state.Release(state.number);
+  if (state.Release(state.number)) state.hold = kHold;
   return r ? Failed("cannot stop: " + driver->ErrorString(r)) : ffi::Error::Success();
 }
 
