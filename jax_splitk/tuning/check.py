@@ -4,7 +4,7 @@ compared with XLA's error: XLA's kernels differ among themselves by more than ou
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -16,8 +16,8 @@ from jax_splitk.problems.problem import Problem
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 MOST_OF_XLAS = 10  # times the tolerance: a result of XLA's that is further off excuses no candidate
 
-_T = TypeVar("_T")
-OnDevice = Callable[[Callable[[], _T]], _T]
+# Runs a function that uses the device and waits for what it computes, and returns its result.
+OnDevice = Callable[[Callable[[], Any]], Any]
 
 
 class Check:
@@ -39,17 +39,14 @@ class Check:
         self._inputs = inputs
         self._options = dict(compiler_options)
         self._operation = OPERATIONS[problem.op]
+        self._references: dict[int, jax.Array] = {}
 
-    def why_wrong(self, results: Sequence[jax.Array], on_device: OnDevice[Any]) -> str | None:
-        """Why results for operands of each kind are wrong; None if they are not.
-
-        Args:
-          on_device: runs a function that uses the device and waits for what it computes.
-        """
+    def why_wrong(self, results: Sequence[jax.Array], on_device: OnDevice) -> str | None:
+        """Why results for operands of each kind are wrong; None if they are not."""
         wrong = (self._wrong(kind, result, on_device) for kind, result in enumerate(results))
         return next(filter(None, wrong), None)
 
-    def _wrong(self, kind: int, result: jax.Array, on_device: OnDevice[Any]) -> str | None:
+    def _wrong(self, kind: int, result: jax.Array, on_device: OnDevice) -> str | None:
         accepted = TOLERANCE[self._problem.out_dtype] + self._operation.operand_error(self._problem)
         if self.xlas and self._error(result, self.xlas[kind], on_device) <= accepted:
             return None
@@ -63,10 +60,12 @@ class Check:
             return None
         return f"differs from XLA's: relative error {error:.1e}, accepted: {accepted:.0e}"
 
-    def reference(self, kind: int, on_device: OnDevice[Any]) -> jax.Array:
-        """XLA's result in float32 for operands of a kind. It takes up to one second to compute."""
-        program, operands = self._reference_program, self._inputs[kind]
-        return on_device(lambda: jax.block_until_ready(program(*operands)))
+    def reference(self, kind: int, on_device: OnDevice) -> jax.Array:
+        """XLA's result in float32 for operands of a kind. It takes up to one second to compute, once."""
+        if kind not in self._references:
+            program, operands = self._reference_program, self._inputs[kind]
+            self._references[kind] = on_device(lambda: jax.block_until_ready(program(*operands)))
+        return self._references[kind]
 
     @functools.cached_property
     def _reference_program(self) -> Callable[..., jax.Array]:
@@ -76,13 +75,10 @@ class Check:
         lowered = jax.jit(lambda *operands: function(full, *operands)).lower(*self._inputs[0])
         return lowered.compile(compiler_options={**self._options, "xla_gpu_autotune_level": 0})
 
-    def _error(self, result: jax.Array, exact: jax.Array, on_device: OnDevice[Any]) -> float:
-        program = self._error_program(result, exact)
-        return on_device(lambda: float(program(result, exact)))
-
-    def _error_program(self, result: jax.Array, exact: jax.Array) -> Callable[..., jax.Array]:
+    def _error(self, result: jax.Array, exact: jax.Array, on_device: OnDevice) -> float:
         types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (result, exact)]
-        return _error_of(*types, options=tuple(self._options.items()))
+        program = _error_of(*types, options=tuple(self._options.items()))
+        return on_device(lambda: float(program(result, exact)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -58,8 +58,8 @@ LACKS_MEMORY = "RESOURCE_EXHAUSTED", "NOT_FOUND: Failed to get configs"
 STUCK_SECONDS = 120  # a candidate that has not come back after so long never will
 SEARCH_SHARE = 0.65  # share of the budget in which the search may begin something; the rest is for the finals
 LAST_SHARE = 0.9  # share of the budget in which the search should end
-BY_EVENTS = "events"  # in an entry's metadata: its times are the stopwatch's
 LATE_ROUNDS = 2  # rounds of the finals when that time is over: fewer cannot be told from noise
+BY_EVENTS = "events"  # in an entry's metadata: its times are the stopwatch's
 
 
 def ranked(key: Key, workspace_limit: int = DEFAULT_WORKSPACE_LIMIT) -> list[Candidate]:

@@ -154,6 +154,23 @@ def test_xlas_own_error_is_accepted_and_twice_that_of_ours() -> None:
     assert "accepted: 2e-03" in (check(ours, 2.6 * tolerance) or "")
 
 
+def test_the_float32_reference_is_computed_once() -> None:
+    """It takes up to a second, and candidates may differ from XLA's result one after the other."""
+    key = key_of(Case("tiny", 8, 30, 31, 8, 16, (3, 3), dtype="float32"))
+    bench = Bench(key.problem, "cpu", threading.Event())
+    program, runs = bench._check._reference_program, 0
+
+    def counted(*operands: jax.Array) -> jax.Array:
+        nonlocal runs
+        runs += 1
+        return program(*operands)
+
+    bench._check._reference_program = counted
+    wrong = [jnp.zeros(key.problem.out_shape, jnp.float32)]
+    assert all(bench._check.why_wrong(wrong, lambda work: work()) for _ in range(3))
+    assert runs == 1
+
+
 @pytest.mark.parametrize("where", ["plan", "call", "run"])
 def test_a_candidate_that_raises_does_not_end_the_search(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(dataclasses.replace(TINY, batch=12))
