@@ -72,8 +72,9 @@ class Check:
         """XLA does not time its own kernels for it, which would disturb measurements."""
         full = dataclasses.replace(self._problem, out_dtype="float32")
         function = self._operation.check or self._operation.reference
+        options: dict[str, Any] = {**self._options, "xla_gpu_autotune_level": 0}
         lowered = jax.jit(lambda *operands: function(full, *operands)).lower(*self._inputs[0])
-        return lowered.compile(compiler_options={**self._options, "xla_gpu_autotune_level": 0})
+        return lowered.compile(compiler_options=options)
 
     def _error(self, result: jax.Array, exact: jax.Array, on_device: OnDevice) -> float:
         types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (result, exact)]

@@ -283,8 +283,8 @@ class Search:
         return [c for c, each in zip(allowed, seconds, strict=True) if each <= SLOWER_STEP * own]
 
     def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
-        """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock only
-        these times count, since the earlier ones were not all taken side by side."""
+        """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock
+        only these times count, since the earlier ones were not all taken side by side."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
         # The model's own choice takes part, since the others are compared with it and its regret is reported. The
         # choice of an earlier search takes part, too.
