@@ -26,6 +26,7 @@ from jax_splitk.runtime import compiler
 from jax_splitk.runtime.plan import LAUNCH_TARGET, DevicePlan
 from jax_splitk.tuning import store, watch
 from jax_splitk.tuning.choice import XLA
+from jax_splitk.tuning.search import BY_EVENTS
 from tests import float64, products, tuning_cache
 from tests.convolutions import NHWC, Conv
 from tests.on_gpu import error
@@ -374,6 +375,7 @@ def test_a_tuning_result_decides(kind: str, monkeypatch: pytest.MonkeyPatch, tmp
     function, operands, expected = tunable(kind)
     tuned = jax_splitk.tune(function, *operands, seconds=2)
     (pair,) = tuned
+    assert pair[1].metadata["times"] == BY_EVENTS, "not by the wall clock"
     carried = jax_splitk.TuningResult.loads(tuned.dumps())
     assert carried == tuned
     monkeypatch.setenv("JAX_SPLITK_CACHE_DIR", str(tmp_path / "elsewhere"))
