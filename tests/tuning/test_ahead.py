@@ -42,20 +42,24 @@ CASES = [case for case in WGRAD_CASES if "resnet" in case.tags and case.kernel =
 
 
 class Compilations:
-    """The sources that workers were given, and those that callers compiled themselves, in order."""
+    """The sources that workers were given, and those that callers compiled themselves, in order.
+
+    Attributes:
+      held, held_here: called before a worker's compilation ends, and before a caller's.
+    """
 
     def __init__(self) -> None:
         self.workers: list[Source] = []
         self.here: list[Source] = []
         self.held: Callable[[Source], None] = lambda source: None
+        self.held_here: Callable[[Source], None] = lambda source: None
         self._changed = threading.Condition()
 
     def machine_code(self, source: Source, *, in_worker: bool) -> tuple[bytes, str]:
         with self._changed:
             (self.workers if in_worker else self.here).append(source)
             self._changed.notify_all()
-        if in_worker:
-            self.held(source)
+        (self.held if in_worker else self.held_here)(source)
         return b"machine code", ""
 
     def wait_for(self, *sources: Source) -> None:
@@ -108,10 +112,11 @@ def lowered(traced: Any) -> str:
 
 
 def test_all_kernels_compile_while_the_first_operation_is_lowered(compilations: Compilations) -> None:
-    """No worker ends before all have begun: one after the other they would never end."""
+    """No compilation ends before all have begun: one after the other they would never end. A lowering compiles what no
+    worker has begun, so the first one's has to wait, too."""
     sources = list(map(source, CASES))
     assert len(set(sources)) == len(CASES) == 4
-    compilations.held = lambda _: compilations.wait_for(*sources[1:])
+    compilations.held = compilations.held_here = lambda _: compilations.wait_for(*sources[1:])
     run, args = program(*CASES, *CASES)
     traced = run.trace(args)
     assert compilations.workers == compilations.here == [], "it is not known what it will be lowered for"
