@@ -29,17 +29,20 @@ constexpr unsigned kWaitGreaterOrEqual = 0;        // CU_STREAM_WAIT_VALUE_GEQ, 
 // The stream waits until `word` is at least the number of the measurement. No mutex is held during a call of
 // the driver, which may wait until the stream goes on.
 struct Stopwatch {
-  std::atomic<uint32_t>* word = nullptr;  // in memory of the host that GPUs can read
+  std::atomic<uint32_t>* word = nullptr;  // in memory that GPUs can read, which the driver frees at exit
+  std::atomic<uint32_t> reached{0};       // the last measurement whose stream may go on, as `word` has it
   std::atomic<uint32_t> number{0};        // of the last measurement
   std::atomic<uint32_t> late{0};          // the last one that was not held until its end
   std::atomic<int> hold{kHold};           // milliseconds of the next one
   CUevent start = nullptr, stop = nullptr;
 
-  // Lets the stream go on. Returns whether it was held.
+  // Lets the stream go on. Returns whether it was held; if not, this does not touch `word`.
   bool Release(uint32_t measurement) {
-    uint32_t reached = word->load();
-    while (static_cast<int32_t>(measurement - reached) > 0) {
-      if (word->compare_exchange_weak(reached, measurement)) return true;
+    uint32_t before = reached.load();
+    while (static_cast<int32_t>(measurement - before) > 0) {
+      if (!reached.compare_exchange_weak(before, measurement)) continue;
+      word->store(measurement);
+      return true;
     }
     return false;
   }

@@ -1,9 +1,12 @@
 """The stopwatch's order of calls, with custom calls that the tests play."""
 
 import contextlib
+import pathlib
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import jaxlib
 import pytest
 
 from jax_splitk import _ffi
@@ -43,3 +46,19 @@ def test_an_error_of_the_work_is_raised(done: list[str]) -> None:
     with contextlib.suppress(ZeroDivisionError):
         stopwatch.microseconds(lambda: 1 / 0)
     assert done == ["start"]
+
+
+HERE = pathlib.Path(__file__).parent
+
+
+def test_the_stream_is_held_until_all_is_enqueued_but_not_for_ever(tmp_path: pathlib.Path) -> None:
+    """With a driver that plays a GPU (`played_gpu.cc`). Its checks are of milliseconds, which a busy machine spoils at
+    times."""
+    program = tmp_path / "played_gpu"
+    includes = [f"-I{HERE.parents[1] / 'ffi'}", f"-isystem{pathlib.Path(jaxlib.__file__).parent / 'include'}"]
+    command = ["g++", "-std=c++17", "-pthread", *includes, str(HERE / "played_gpu.cc"), "-o", str(program)]
+    subprocess.run(command, check=True)
+    ended = []
+    while 0 not in ended and len(ended) < 5:
+        ended.append(subprocess.run([program], check=False).returncode)
+    assert ended[-1] == 0, f"lines of the checks that failed: {ended}"
