@@ -1,12 +1,12 @@
 // The stopwatch with a driver that plays a GPU: a stream is a thread that does one thing after the other.
 // Ends with the number of the line whose check failed, or 0.
-#include "stopwatch.cc"
-
 #include <sys/mman.h>
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
+
+#include "stopwatch.cc"
 
 using namespace jax_splitk;
 using Clock = std::chrono::steady_clock;
