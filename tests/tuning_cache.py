@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -33,12 +34,16 @@ from jax_splitk.quantized.formats import FLOAT_DTYPES, FORMATS, SCALE_DTYPES
 from jax_splitk.runtime import disk
 from jax_splitk.runtime.target import Target, target_for
 from jax_splitk.tuning import device, once, search, searches, table, watch
+from jax_splitk.tuning.check import Check
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
+from jax_splitk.tuning.measure import Bench
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT
 from jax_splitk.tuning.result import TuningResult
 from tests.problems import on_device, random_case
+
+BenchType = TypeVar("BenchType", bound=Bench)
 
 CPU = target_for("cpu")
 CASE = Case("small", 3, 9, 8, 6, 10, (3, 2), dtype="float32")
@@ -59,6 +64,16 @@ TUNES_THE_CPU = [
 
 def key_of(case: Case = CASE) -> Key:
     return key_for(case.problem(), CPU)
+
+
+def bench_without_operands(kind: type[BenchType]) -> BenchType:
+    """A bench of a tiny problem on a GPU that a test plays: contestants bring their own calls."""
+    bench = kind.__new__(kind)
+    bench.problem, bench.platform, bench.sets = TINY.problem(), "cuda", 1
+    bench.operation = OPERATIONS[bench.problem.op]
+    bench.given_up = threading.Event()
+    bench._check = Check(bench.problem, [], {})
+    return bench
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:

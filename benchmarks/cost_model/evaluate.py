@@ -103,7 +103,8 @@ def chosen(drawn: Drawn, target: Target, again: bool, seconds: float | None) -> 
 
 
 def evaluated(of: Chosen, target: Target) -> tuple[Outcome, tuple[Timed, ...]]:
-    """The figures of the last measurement, and its times. Those of tuning have the pauses between kernels, too.
+    """The figures of the last measurement, and its times. Tuning's own times are left out: they have the pauses between
+    kernels.
 
     Raises:
       RuntimeError: one of the choices cannot be timed.

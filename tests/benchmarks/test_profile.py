@@ -1,7 +1,6 @@
 """Times of kernels from JAX's profiler: what is read of a profile, and candidates that take turns in one."""
 
 import pathlib
-import threading
 from collections.abc import Callable
 
 import jax
@@ -9,11 +8,10 @@ import pytest
 
 from benchmarks import profile
 from benchmarks.profiled_bench import ProfiledBench
-from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.tuning import device
 from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.measure import Contestant
-from tests.tuning_cache import TINY, start
+from tests.tuning_cache import bench_without_operands, start
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the profiles are of a CPU, or played")
 
@@ -150,11 +148,7 @@ class FakeProfiler:
         return taken
 
     def bench(self) -> ProfiledBench:
-        bench = ProfiledBench.__new__(ProfiledBench)
-        bench.problem, bench.platform, bench.sets = TINY.problem(), "cuda", 1
-        bench.operation = OPERATIONS["conv_wgrad"]
-        bench.given_up = threading.Event()
-        return bench
+        return bench_without_operands(ProfiledBench)
 
 
 def test_one_profile_times_all_contestants(monkeypatch: pytest.MonkeyPatch) -> None:

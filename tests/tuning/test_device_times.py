@@ -10,12 +10,11 @@ import jax
 import pytest
 from jax import numpy as jnp
 
-from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime import stopwatch
 from jax_splitk.tuning import check, device, measure, search
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.measure import Bench, Contestant
-from tests.tuning_cache import TINY, key_of
+from tests.tuning_cache import TINY, bench_without_operands, key_of
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="these tune the CPU's family")
 
@@ -43,12 +42,7 @@ class FakeDevice:
         return sum(us for _, us in self.ran)
 
     def bench(self) -> Bench:
-        bench = Bench.__new__(Bench)
-        bench.problem, bench.platform, bench.sets = TINY.problem(), "cuda", 1
-        bench.operation = OPERATIONS["conv_wgrad"]
-        bench.given_up = threading.Event()
-        bench._check = measure.Check(bench.problem, [], {})
-        return bench
+        return bench_without_operands(Bench)
 
 
 def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,23 @@ def test_who_is_far_behind_the_fastest_is_no_finalist(scripted: Any) -> None:
     assert script.finalists == [*near, ranking[0], XLA]
 
 
+@pytest.mark.parametrize(("chosen", "step"), [(True, 0.0), (False, 90.0), (False, 105.0)])
+def test_the_finals_have_more_rounds(chosen: bool, step: float, scripted: Any) -> None:
+    """Where the model's own choice is the fastest of the first round, nothing else is prepared. Where another one is,
+    its neighbours are timed. Either way the finals end the search."""
+    with seeded(4) as rng:
+        key = wide(rng)
+    first, other = first_round(key)
+    fastest = first[0] if chosen else other
+    script = scripted(lambda c: 0.0)
+    script.device_us = lambda c: 900.0 if c == XLA else 100.0 if c == fastest else 200.0 if c in first else step
+    assert (tuner.tune(key).choice == fastest) is (step != 90.0)
+    assert script.screened[: len(first) + 1] == [XLA, *first]
+    assert (set(script.prepared) == {XLA, *first}) is chosen
+    *screens, final = script.device_rounds
+    assert set(screens) == {1} and final == search.DEVICE_ROUNDS
+
+
 @pytest.mark.parametrize(
     ("own", "again", "stays"),
     [
