@@ -91,6 +91,16 @@ SEQUENCES = (
     conv((61,), (3,), (16, 16), batch=3, padding=((4, 0),), rhs_dilation=2, groups=16),
 )
 
+# Filters that are wrapped into rows of 8 taps.
+LONG_SEQUENCES = (
+    conv((61,), (31,), (16, 16), batch=5, padding=15, groups=16),
+    conv((200,), (64,), (8, 8), batch=9, padding=((63, 0),), groups=8),
+    conv((90,), (10,), (24, 24), padding=((-3, 2),), groups=24),
+    conv((300,), (95,), (8, 24), batch=3, padding=47, groups=8),  # two blocks of taps, three channels for each input
+    conv((5, 33), (1, 11), (16, 16), batch=3, padding=((0, 0), (5, 5)), groups=16),
+    conv((7,), (20,), (16, 16), batch=2, padding=((19, 30),), groups=16),
+)
+
 
 def grouped_case(size: tuple[int, int], per_group: tuple[int, int], groups: int, **changes: Any) -> Case:
     base = Case("grouped", 2, *size, per_group[0] * groups, per_group[1] * groups, (3, 3), groups=groups)

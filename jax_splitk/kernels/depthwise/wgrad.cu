@@ -27,6 +27,11 @@
 // Where a row is one segment, zeros beside the image need not be in the planes (X_PAD, X_COLUMNS): all lanes
 // have them in the same places of their runs, known to the compiler, and constants there.
 //
+// A long filter of one dimension is wrapped (WRAP > 0): images are lines, rows of both are WRAP pixels of a
+// line, and tap r * WRAP + s is tap (r, s) of a filter of two dimensions. Row i of dY and its tap r then need
+// rows i + r and i + r + 1 of X. A lane has a row of X and the one before it, which its neighbour has read:
+// D_s is that of row i + r + 1.
+//
 // Roles, for each of the split's blocks and one more of X alone (dY is zero):
 //   - PRODUCERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels
 //     to a lane, and store them transposed (stmatrix) in planes [channel][image][row][column], a stage of the
@@ -38,9 +43,10 @@
 // Macros: ELEMENT, OUT; fields of depthwise.py's Config, Axis (_H and _W) and Tiling, which it explains; ROWS
 // (of a block), TAP_BLOCKS_W (along a row), TAP_BLOCKS (in all), CHAIN (blocks after which sums leave the
 // tensor cores, a power of two; 0: at the end), SUMS (floats for a channel's taps), SCRATCH (floats for a
-// product). What could be arguments as well is known to the compiler for the sake of addresses: whatever runs
-// once before the first loads or after the last products is fetched from L2 at every launch. Of `Operand`
-// there the planes of X and Y have structs.
+// product), WRAP (pixels of a wrapped line's row, or 0), FILTER (taps in all). What could be arguments as
+// well is known to the compiler for the sake of addresses: whatever runs once before the first loads or after
+// the last products is fetched from L2 at every launch. Of `Operand` there the planes of X and Y have
+// structs.
 
 #include "device/skeleton.cuh"
 #include "device/split_k.cuh"
@@ -68,6 +74,7 @@ constexpr int PRODUCER_REGS = (THREADS * START_REGS - CONSUMERS * CONSUMER_REGS)
 constexpr int MAX_IN_FLIGHT = smaller((PRODUCER_REGS - 32) / 4, PASSES > 1 && SEGMENTS < 4 ? 8 : 12);
 constexpr int PARTS = CHANNELS / 8;  // of a pixel, each 16 bytes
 constexpr int X_WORDS = (SEGMENT + REACH + 1) / 2, Y_WORDS = SEGMENT / 2;
+constexpr int RUN_WORDS = WRAP > 0 ? 2 * Y_WORDS : X::READ_CHUNKS * 4;
 constexpr int STEPS = SEGMENT / 4;  // products of a segment and a tap: each has 4 columns of it
 constexpr unsigned ALL = ~0u;
 enum { START = 1, PRODUCTS };  // named barriers
@@ -96,6 +103,14 @@ __device__ inline void wait_full(Ring& pipeline, const Position& at) {
 __device__ inline void wait_empty(Ring& pipeline, const Position& at) {
   pipeline.wait_empty(at);
   fence_compiler();
+}
+
+// The number of a pixel in an image of H x W, or of a wrapped line of W pixels; -1 outside.
+template <int H, int W>
+__device__ inline int pixel_at(int row, int column) {
+  const int at = row * (WRAP > 0 ? WRAP : W) + column;
+  if constexpr (WRAP > 0) return unsigned(at) < unsigned(W) ? at : -1;
+  return unsigned(row) < unsigned(H) && unsigned(column) < unsigned(W) ? at : -1;
 }
 
 // What all lanes of the warp have read or written before is so for whoever waits.
@@ -128,6 +143,12 @@ struct Work {
   __device__ int r(int index) const { return r0 + index / TAPS * STEP_H; }
   __device__ int s(int index) const { return s0 + index % TAPS * STEP_W; }
 
+  // The filter's number of a tap; -1 beyond the filter.
+  __device__ int tap(int index) const {
+    const int at = r(index) * KERNEL_W + s(index);
+    return r(index) < KERNEL_H && s(index) < KERNEL_W && at < FILTER ? at : -1;
+  }
+
   // The taps of an axis are of classes, by t % STEP, each in BLOCKS blocks of at most SIZE taps.
   template <int SIZE, int STEP, int BLOCKS>
   __device__ static int first(int block) {
@@ -155,7 +176,9 @@ template <int ROWS_, int COLUMNS_, int CHANNELS_, int STRIDE_H_, int STRIDE_W_, 
 struct Operand {
   using Layout = Layout_;
   static constexpr int PIXEL_BYTES = CHANNELS_ * 2;
-  static constexpr int64_t ROW_BYTES = int64_t(COLUMNS_) * PIXEL_BYTES;
+  static constexpr int64_t ROW_BYTES = int64_t(WRAP > 0 ? WRAP : COLUMNS_) * PIXEL_BYTES;
+  static constexpr int64_t PIXELS = int64_t(WRAP > 0 ? 1 : ROWS_) * COLUMNS_,
+                           IMAGE_BYTES = PIXELS * PIXEL_BYTES;
   const char* data;  // of this lane, in the first row and tile
   int h0, w0, column;
   int batch;  // images from this lane's on; 0 where its part is beyond the channels
@@ -177,7 +200,7 @@ struct Operand {
     const int i = lane % 4, j = lane % 8 / 2;
     column = column_at(chunk_of(i) * 8 + lane / 4);
     channel += part_of(i) * 8;
-    this->data = reinterpret_cast<const char*>(data + channel) + image_of(i) * (ROWS_ * ROW_BYTES) +
+    this->data = reinterpret_cast<const char*>(data + channel) + image_of(i) * IMAGE_BYTES +
                  (column * STRIDE_W_ + w0) * int64_t(PIXEL_BYTES);
     this->batch = channel < CHANNELS_ ? batch - image_of(i) : 0;
     at = (part_of(j) * Layout::PART + (lane / 8 * 2 + lane % 2) * Layout::CHANNEL +
@@ -187,9 +210,10 @@ struct Operand {
 
   __device__ void begin(const Row& row, bool wanted) {
     const int h = row.p * STRIDE_H_ + h0;
-    row_data = data + (row.n * ROWS_ + h) * ROW_BYTES + row.tile * int64_t(COLUMNS * STRIDE_W_ * PIXEL_BYTES);
-    w = (row.tile * COLUMNS + column) * STRIDE_W_ + w0;
-    images = wanted && unsigned(h) < unsigned(ROWS_) ? batch - row.n : 0;
+    row_data =
+        data + row.n * IMAGE_BYTES + h * ROW_BYTES + row.tile * int64_t(COLUMNS * STRIDE_W_ * PIXEL_BYTES);
+    w = (row.tile * COLUMNS + column) * STRIDE_W_ + w0 + h * WRAP;
+    images = wanted && (WRAP > 0 || unsigned(h) < unsigned(ROWS_)) ? batch - row.n : 0;
   }
 
   template <bool FIRST>
@@ -198,9 +222,8 @@ struct Operand {
     const int more = column_at(store % Layout::ROW_STORES * Layout::STORE_CHUNKS * 8);
     const bool valid = image < images && unsigned(w + more * STRIDE_W_) < unsigned(COLUMNS_);
     // The first ones not by the read-only path: ptxas moves its loads behind a barrier.
-    load_stream_or_zero<!FIRST>(
-        valid && (!CUT || column + more < COLUMNS),
-        row_data + image * (ROWS_ * ROW_BYTES) + more * int64_t(STRIDE_W_ * PIXEL_BYTES), v);
+    load_stream_or_zero<!FIRST>(valid && (!CUT || column + more < COLUMNS),
+                                row_data + image * IMAGE_BYTES + more * int64_t(STRIDE_W_ * PIXEL_BYTES), v);
   }
 
   // `planes`: those of the warp's row.
@@ -285,7 +308,7 @@ __device__ inline const uint8_t* segment_of(const uint8_t* planes, int channel) 
 }
 
 template <int CHUNKS>
-__device__ inline void read_chunks(const uint8_t* from, uint32_t (&words)[4 * CHUNKS]) {
+__device__ inline void read_chunks(const uint8_t* from, uint32_t* words) {
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const uint4 v = reinterpret_cast<const uint4*>(from)[i];
@@ -297,9 +320,21 @@ __device__ inline void read_chunks(const uint8_t* from, uint32_t (&words)[4 * CH
 }
 
 // A run of columns of one row of X, as it is read.
-using Run = uint32_t[X::READ_CHUNKS * 4];
+using Run = uint32_t[RUN_WORDS];
 // dY's columns of both blocks of rows, as products take them: of the lower and the upper block, twice.
 using Columns = uint32_t[STEPS][4];
+
+// Puts the row before it in front of a lane's row, which lies in the second half of x. Rows of a block follow
+// each other every 4 lanes; before the first one comes the last one of the block before, which is in `last`.
+__device__ inline void prepend_row(uint32_t* last, uint32_t* x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < Y_WORDS; ++i) {
+    const uint32_t own = x[Y_WORDS + i];
+    x[i] = __shfl_sync(ALL, lane >= 28 ? last[i] : own, (lane + 28) % 32);
+    last[i] = own;
+  }
+}
 
 // The products' k is in the order in which the lanes hold columns: lane t of a row has 4 of a product's 16
 // columns. Taps at odd columns come last, and take words made of the halves of neighbours, which take the
@@ -307,7 +342,7 @@ using Columns = uint32_t[STEPS][4];
 __device__ inline void multiply(const Run& x, const Columns& y, float (&acc)[TAPS][4]) {
   auto word = [&](int w) {  // of a row with all its zeros
     const int kept = w - X_PAD / 2;
-    return kept >= 0 && word_at(kept) < X::READ_CHUNKS * 4 ? x[word_at(kept)] : 0;
+    return kept >= 0 && word_at(kept) < RUN_WORDS ? x[word_at(kept)] : 0;
   };
   uint32_t x_odd[X_WORDS];
 #pragma unroll
@@ -360,6 +395,7 @@ __device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Ring&
   Columns y[PASSES];
 #pragma unroll
   for (int i = 0; i < PASSES * STEPS; ++i) y[i / STEPS][i % STEPS][1] = y[i / STEPS][i % STEPS][3] = 0;
+  uint32_t last[PASSES][Y_WORDS] = {};  // X's rows of the last block, if lines are wrapped
   float4* sums = reinterpret_cast<float4*>(stages + g.stages * STAGE_BYTES) + channel * (PASSES * TAPS * 32) +
                  threadIdx.x % 32;
   if constexpr (CHAIN > 0) move_to(sums, acc);
@@ -372,7 +408,9 @@ __device__ inline void consume(const Args& g, int blocks, uint8_t* stages, Ring&
     for (int pass = 0; pass < PASSES; ++pass) {  // of WARPS channels
       Run x;
       uint32_t next[Y_WORDS];
-      read_chunks<X::READ_CHUNKS>(x_planes + at + pass * (WARPS / 8 * X::PART * 16), x);
+      uint32_t* const read = x + RUN_WORDS - X::READ_CHUNKS * 4;
+      read_chunks<X::READ_CHUNKS>(x_planes + at + pass * (WARPS / 8 * X::PART * 16), read);
+      if constexpr (WRAP > 0) prepend_row(last[pass], x);
       read_chunks<Y::READ_CHUNKS>(y_planes + at + pass * (WARPS / 8 * Y::PART * 16), next);
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
@@ -407,14 +445,14 @@ __device__ inline float exact(const Args& g, const Work& work, const Element* x,
   for (int i = work.begin * ROWS; i < work.end * ROWS; ++i) {
     const Row row(i);
     const int p = row.p, h = p * STRIDE_H - PAD_H + r * DILATION_H;
-    if (p >= OUTPUT_H || h < 0 || h >= INPUT_H) continue;
 #pragma unroll 1  // rarely run
     for (int j = lane; j < IMAGES * COLUMNS; j += 32) {
       const int n = row.n + j / COLUMNS, q = row.tile * COLUMNS + j % COLUMNS;
       const int w = q * STRIDE_W - PAD_W + s * DILATION_W;
-      if (n >= g.batch || q >= OUTPUT_W || w < 0 || w >= INPUT_W) continue;
-      const size_t x_at = ((size_t(n) * INPUT_H + h) * INPUT_W + w) * IN_CHANNELS + k / MULTIPLIER;
-      const size_t y_at = ((size_t(n) * OUTPUT_H + p) * OUTPUT_W + q) * OUT_CHANNELS + k;
+      const int x_pixel = pixel_at<INPUT_H, INPUT_W>(h, w), y_pixel = pixel_at<OUTPUT_H, OUTPUT_W>(p, q);
+      if (n >= g.batch || x_pixel < 0 || y_pixel < 0) continue;
+      const size_t x_at = (n * XOperand::PIXELS + x_pixel) * IN_CHANNELS + k / MULTIPLIER;
+      const size_t y_at = (n * YOperand::PIXELS + y_pixel) * OUT_CHANNELS + k;
       sum = fmaf(float(x[x_at]), float(y[y_at]), sum);
     }
   }
@@ -442,10 +480,11 @@ __device__ inline void finish(const Args& g, const Work& work, const Element* x,
     bool wrong = false;
     float sum = 0.f;
     if (tap < taps) {
-      const float* diagonal = scratch + tap % TAPS * SCRATCH + (8 - tap / TAPS * SHIFT_H) * 8;
+      constexpr int FIRST_ROW = WRAP > 0;  // of X, that the first row of dY meets
+      const float* diagonal = scratch + tap % TAPS * SCRATCH + (8 - FIRST_ROW - tap / TAPS * SHIFT_H) * 8;
 #pragma unroll
       for (int j = 0; j < 8; ++j) sum += diagonal[j * 9];
-      wrong = !isfinite(sum) && work.r(tap) < KERNEL_H && work.s(tap) < KERNEL_W;
+      wrong = !isfinite(sum) && work.tap(tap) >= 0;
     }
     for (unsigned all = __ballot_sync(ALL, wrong && k < OUT_CHANNELS); all != 0; all &= all - 1) {
       const int index = base + __ffs(all) - 1;
@@ -534,14 +573,12 @@ __device__ inline void wgrad(const Args& g, const Element* x, const Element* y, 
       finish(g, again, x, y, again.k0 + channel, acc[pass], scratch, sums + channel * SUMS);
     }
     sync_threads<CONSUMERS, PRODUCTS>();
-    out += blockIdx.y * (size_t(KERNEL_H) * KERNEL_W * OUT_CHANNELS);
+    out += blockIdx.y * (size_t(FILTER) * OUT_CHANNELS);
 #pragma unroll 1  // twice for 7x7 taps of 16 channels
     for (int i = thread; i < SIZE_H * TAPS * CHANNELS; i += CONSUMERS) {
-      const int tap = i / CHANNELS, channel = i % CHANNELS;
-      const int r = again.r(tap), s = again.s(tap), k = again.k0 + channel;
-      if (r < KERNEL_H && s < KERNEL_W && k < OUT_CHANNELS) {
-        convert(sums[channel * SUMS + tap], out[(size_t(r) * KERNEL_W + s) * OUT_CHANNELS + k]);
-      }
+      const int tap = i / CHANNELS, channel = i % CHANNELS, k = again.k0 + channel, at = again.tap(tap);
+      if (at >= 0 && k < OUT_CHANNELS)
+        convert(sums[channel * SUMS + tap], out[size_t(at) * OUT_CHANNELS + k]);
     }
   }
 }

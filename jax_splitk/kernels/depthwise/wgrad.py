@@ -3,7 +3,7 @@ depthwise/wgrad.cu, which says how taps become products).
 
 With a filter of 7 rows, 56 of a product's 128 elements are taps, which is enough, since memory is the limit. Strides
 and dilations are reduced to unit stride: taps with the same residue form a class. A class reads every stride-th row and
-column, and its taps are a fixed number of these apart.
+column, and its taps are a fixed number of these apart. A long filter of one dimension is wrapped into rows of 8 taps.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import math
 
 from jax_splitk.kernels.base import refusals
 from jax_splitk.kernels.base.family import field_macros, field_refusal, varied
-from jax_splitk.kernels.base.geometry import bytes_touched, geometry
+from jax_splitk.kernels.base.geometry import Geometry, bytes_touched, folded, geometry
 from jax_splitk.kernels.base.split import SplitFamily, one_block_apart
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.device import split_k
@@ -39,6 +39,7 @@ MAX_WIDE_REACH = 6
 MAX_TAPS_H = 9
 SHARED_BYTES = 227 * 1024 - 256  # dynamic; the barriers are beside it
 MAX_PLANES_BYTES = 160 * 1024  # more take what the loads have as L1 (148 KB: 5%, 223 KB: 50% slower on an H200)
+WRAP = 8  # pixels, and taps, in a row of a wrapped line
 MAX_STRIDE = 8
 MAX_EXTENT = 2**28  # of coordinates: sums of a few of them are 32-bit integers
 CHAIN = 2  # blocks, of four products, after which a float32 result's sums leave the tensor cores
@@ -116,37 +117,62 @@ class Axis:
         return gap
 
 
-def _axis(p: ConvWgradProblem, axis: int, reach: int, taps: int) -> Axis:
-    """The axis, with blocks of at most `taps` taps that are at most `reach` rows (columns) apart."""
-    g = geometry(p, 2)
-    kernel, stride, dilation = g.kernel[axis], g.stride[axis], g.dilation[axis]
+def _axis(most: tuple[int, int], input: int, output: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
+    """The axis, with blocks of at most `most[0]` taps that are at most `most[1]` rows (columns) apart."""
     common = math.gcd(stride, dilation)
     step, shift = stride // common, dilation // common
     longest = -(-kernel // step)
-    blocks = -(-longest // min(taps, 1 + reach // shift))
+    blocks = -(-longest // min(most[0], 1 + most[1] // shift))
     size = -(-longest // blocks)
-    given = (g.size[axis], g.out[axis], kernel, stride, g.pad[axis], dilation)
-    return Axis(*given, step, shift if size > 1 else 1, size, blocks)
+    return Axis(input, output, kernel, stride, pad, dilation, step, shift if size > 1 else 1, size, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The convolution as the kernel sees it, in two spatial dimensions."""
+    """The convolution as the kernel sees it, in two spatial dimensions.
 
+    Attributes:
+      batch: images.
+      pitch: rows from one image to the next, under each other.
+      wrap: pixels in a row of a wrapped line, 0 if images are not wrapped. The width's input and output are those of the
+        whole line.
+    """
+
+    batch: int
     height: Axis
     width: Axis
-    pitch: int  # rows from one image to the next, under each other
+    pitch: int
+    wrap: int = 0
 
     @property
     def tap_blocks(self) -> int:
         return self.height.tap_blocks * self.width.tap_blocks
 
+    @property
+    def row_pixels(self) -> int:
+        """Pixels in a row of dY."""
+        return self.wrap or self.width.output
+
 
 @functools.lru_cache(maxsize=4096)
 def axes(p: ConvWgradProblem) -> Axes:
-    height = _axis(p, 0, MAX_ROW_REACH, MAX_ROW_REACH + 1)
-    width = _axis(p, 1, MAX_COLUMN_REACH, MAX_COLUMN_TAPS)
-    return Axes(height, width, height.output + height.gap)
+    rows, columns = (MAX_ROW_REACH + 1, MAX_ROW_REACH), (MAX_COLUMN_TAPS, MAX_COLUMN_REACH)
+    line = geometry(folded(p), 2)
+    if _is_wrapped(line):
+        pixels, taps = line.out[1], line.kernel[1]
+        height = _axis((MAX_ROW_REACH, MAX_ROW_REACH), 1, -(-pixels // WRAP), -(-taps // WRAP), 1, 0, 1)
+        width = _axis(columns, line.size[1], pixels, WRAP, 1, line.pad[1], 1)
+        return Axes(line.batch, height, width, height.output + height.size, WRAP)
+    g = geometry(p, 2)
+    every = zip(g.size, g.out, g.kernel, g.stride, g.pad, g.dilation, strict=True)
+    height, width = (_axis(most, *given) for most, given in zip((rows, columns), every, strict=True))
+    return Axes(g.batch, height, width, height.output + height.gap)
+
+
+def _is_wrapped(line: Geometry) -> bool:
+    """Whether images are lines, and the taps more than a block has: each block of taps reads both operands again."""
+    is_line = line.size[0] == line.kernel[0] == line.out[0] == 1
+    return is_line and line.stride[1] == line.dilation[1] == 1 and line.kernel[1] > MAX_COLUMN_TAPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,14 +259,16 @@ class Tiling:
 def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
     channels, segments = config.channels, config.segments
     g = axes(p)
-    width = g.width.output
+    width = g.row_pixels
     segment = 8 if width <= 8 and segments == 1 else 16
     columns = -(-width // -(-width // (segment * segments)))
     columns = -(-columns // 8) * 8
     tiles = -(-width // columns)
     used = min(columns, width)
     taps, reach = g.width.size, g.width.reach
-    x_pad, x_columns = _kept(g.width) if segments == 1 and tiles == 1 else (0, used + reach)
+    if g.wrap:
+        reach = 0  # a lane has two rows of X
+    x_pad, x_columns = _kept(g.width) if segments == 1 and tiles == 1 and not g.wrap else (0, used + reach)
     return Tiling(
         *(segment, columns, used, tiles, x_pad, x_columns),
         x=Operand.of(config, segment, x_columns, x_columns if segments == 1 else segment + reach),
@@ -248,7 +276,7 @@ def tiling(p: ConvWgradProblem, config: Config) -> Tiling:
         groups=-(-p.out_channels // channels),
         sums_bytes=512 * channels * taps if p.out_dtype == "float32" else 0,
         epilogue_bytes=4 * (_channel_sums(taps) * channels + config.warps * taps * _SCRATCH),
-        blocks=-(-(-(-p.batch // config.images) * tiles * g.pitch - g.height.gap) // ROWS),
+        blocks=-(-(-(-g.batch // config.images) * tiles * g.pitch - (g.pitch - g.height.output)) // ROWS),
     )
 
 
@@ -274,7 +302,7 @@ def _extent_refusal(p: ConvWgradProblem) -> str | None:
     if max(p.window_strides) > MAX_STRIDE:
         return f"window strides {p.window_strides}; accepted: at most {MAX_STRIDE}"
     g, pads = axes(p), [abs(low) for low, _ in p.padding]
-    rows = p.batch * max(g.height.input, g.pitch * -(-g.width.output // 8))
+    rows = g.batch * max(g.height.input, g.pitch * -(-g.row_pixels // 8))
     columns = max(g.width.input, g.width.output * g.width.stride)
     largest = max(rows, g.pitch * g.height.stride, columns, *pads, *geometry(p, 2).reach)
     if largest <= MAX_EXTENT:
@@ -298,6 +326,8 @@ class Depthwise(SplitFamily[ConvWgradProblem, Config]):
         if (reason := field_refusal(config, channels=CHANNELS, segments=SEGMENTS)) is not None:
             return reason
         g, t = axes(problem), tiling(problem, config)
+        if g.wrap and config.segments > 1:
+            return f"segments {config.segments} for a filter of {problem.taps} taps in one dimension; accepted: 1"
         if config.channels == 32:
             if problem.in_channels != problem.out_channels:
                 each = problem.out_channels // problem.in_channels
@@ -347,8 +377,8 @@ class Depthwise(SplitFamily[ConvWgradProblem, Config]):
         written = (t.x.stores + t.y.stores) * 512 * ROWS
         operands = (t.x.read_chunks + t.y.read_chunks) * 16 * 32 * config.channels
         products = g.width.size * t.segment // 4  # of a channel
-        images = -(-problem.batch // config.images) * config.images
-        useful = g.width.output / (t.tiles * t.used) * g.height.output / g.pitch * problem.batch / images
+        images = -(-g.batch // config.images) * config.images
+        useful = g.row_pixels / (t.tiles * t.used) * g.height.output / g.pitch * g.batch / images
         pixels = useful * (2 * t.used + (g.width.reach if t.tiles > 1 else 0)) * ROWS * config.images
         return Work(
             tensor_clocks=steps * config.channels * products,
@@ -374,6 +404,8 @@ class Depthwise(SplitFamily[ConvWgradProblem, Config]):
             **field_macros(problem, "in_channels", "out_channels"),
             "ROWS": ROWS,
             "PITCH": g.pitch,
+            "WRAP": g.wrap,
+            "FILTER": problem.taps,
             "MULTIPLIER": problem.out_channels // problem.in_channels,
             "TAP_BLOCKS_W": g.width.tap_blocks,
             "TAP_BLOCKS": g.tap_blocks,
@@ -392,11 +424,9 @@ class Depthwise(SplitFamily[ConvWgradProblem, Config]):
         return dataclasses.replace(source, structs=source.structs + layouts)
 
     def _args(self, problem: ConvWgradProblem, config: Config) -> Struct:
-        t = tiling(problem, config)
-        each = -(-t.blocks // config.splits)
-        return Struct(
-            "Args", {"batch": problem.batch, "blocks": t.blocks, "blocks_per_split": each, "stages": config.stages}
-        )
+        batch, blocks = axes(problem).batch, tiling(problem, config).blocks
+        each = -(-blocks // config.splits)
+        return Struct("Args", {"batch": batch, "blocks": blocks, "blocks_per_split": each, "stages": config.stages})
 
     def main(self, problem: ConvWgradProblem, config: Config) -> plan.Launch:
         params = self._args(problem, config), plan.Pointer(0), plan.Pointer(1)

@@ -22,7 +22,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
 from tests.exhaustive import thinned
-from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
+from tests.grouped import DEPTHWISE, GROUPED, LONG_SEQUENCES, NETWORKS, SEQUENCES
 from tests.problems import conv
 
 FAMILIES = kernels.families("conv_wgrad", "cuda")
@@ -40,6 +40,7 @@ OTHERS = (
     *(conv((224, 224), (1, 1), batch=batch, dtype="float32") for batch in (400, 512)),
     *(conv((16, 400), (3, 3), batch=1, padding=1, stride=(1, n), dtype="float32") for n in (9, 20, 33, 71)),
     *SEQUENCES,
+    *LONG_SEQUENCES,
 )
 by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 split_families = pytest.mark.parametrize(

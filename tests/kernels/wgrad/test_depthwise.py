@@ -12,10 +12,10 @@ from jax_splitk.kernels.depthwise import wgrad as depthwise
 from jax_splitk.kernels.depthwise.wgrad import FAMILY, Config
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from tests.grouped import DEPTHWISE, NETWORKS, SEQUENCES
+from tests.grouped import DEPTHWISE, LONG_SEQUENCES, NETWORKS, SEQUENCES
 from tests.problems import conv
 
-PROBLEMS = [*(case.problem() for case in (*NETWORKS, *DEPTHWISE)), *SEQUENCES]
+PROBLEMS = [*(case.problem() for case in (*NETWORKS, *DEPTHWISE)), *SEQUENCES, *LONG_SEQUENCES]
 
 
 def problem(size: tuple[int, int], kernel: tuple[int, int], **changes: Any) -> ConvWgradProblem:

@@ -14,7 +14,7 @@ from jax_splitk.runtime.target import DEFAULT_CUDA
 from tests import random_problems
 from tests.every_kernel import Run
 from tests.exhaustive import thinned
-from tests.grouped import DEPTHWISE, GROUPED, NETWORKS
+from tests.grouped import DEPTHWISE, GROUPED, LONG_SEQUENCES, NETWORKS
 from tests.kernels import emulated
 from tests.problems import conv, seeded
 
@@ -48,10 +48,11 @@ def of_tf32() -> list[Run]:
 def of_depthwise() -> list[Run]:
     few = {"batch": 1, "in_channels": 8, "out_channels": 8, "groups": 8}
     cases = [*DEPTHWISE[::3], *(dataclasses.replace(case, **few) for case in NETWORKS[:2])]
+    problems = [*(case.problem() for case in cases), *LONG_SEQUENCES]
     shapes = itertools.cycle(((8, 4), (16, 2), (8, 1), (32, 1), (16, 1), (32, 4)))
     found = []
-    for case in cases:
-        p, family = case.problem(), depthwise.FAMILY
+    for p in problems:
+        family = depthwise.FAMILY
         legal = (
             family.with_splits(p, depthwise.Config(channels, segments, 2, 1), 2)
             for channels, segments in itertools.islice(shapes, 6)

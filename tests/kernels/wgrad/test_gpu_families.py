@@ -24,7 +24,7 @@ from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from tests import every_kernel, on_gpu, poison
-from tests.grouped import DEPTHWISE, GROUPED, NETWORKS, SEQUENCES
+from tests.grouped import DEPTHWISE, GROUPED, LONG_SEQUENCES, NETWORKS, SEQUENCES
 from tests.problems import conv
 from tests.random_problems import FLOATS, HALVES, OUT_DTYPES, TF32
 
@@ -93,7 +93,8 @@ DEPTHWISE_ANY = [
 ]
 TRIED = (
     Tried(
-        depthwise.FAMILY, problems(NETWORKS), [*(case.problem() for case in DEPTHWISE), *SEQUENCES],
+        depthwise.FAMILY, problems(NETWORKS),
+        [*(case.problem() for case in DEPTHWISE), *SEQUENCES, *LONG_SEQUENCES],
         tiles=len(depthwise.CHANNELS) * len(depthwise.SEGMENTS),
     ),
     Tried(
@@ -112,7 +113,7 @@ TRIED = (
         gather.FAMILY, of_suite(gather.FAMILY, "stem", "float32"), dtypes=(*HALVES, *FLOATS), accurate=GATHER_ACCURATE
     ),
     Tried(im2col.FAMILY, of_suite(im2col.FAMILY), [case.problem() for case in cases.SMALL_CASES]),
-    Tried(depthwise_any.FAMILY, DEPTHWISE_ANY, SEQUENCES, (*HALVES, *FLOATS)),
+    Tried(depthwise_any.FAMILY, DEPTHWISE_ANY, (*SEQUENCES, *LONG_SEQUENCES), (*HALVES, *FLOATS)),
 )  # fmt: skip
 
 
