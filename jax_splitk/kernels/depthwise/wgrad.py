@@ -134,8 +134,8 @@ class Axes:
     Attributes:
       batch: images.
       pitch: rows from one image to the next, under each other.
-      wrap: pixels in a row of a wrapped line, 0 if images are not wrapped. The width's input and output are those of the
-        whole line.
+      wrap: pixels in a row of a wrapped line, 0 if images are not wrapped. The width has the input and output of
+        the whole line.
     """
 
     batch: int
