@@ -37,6 +37,10 @@ _T = TypeVar("_T")
 # Measured: operations a second of bf16 matrix products on random data, and bytes a second of device-to-device copies.
 PRODUCT_FLOPS = 790e12
 COPY_BYTES = {"H200": 4.3e12, "H100": 3.0e12}
+# By the data sheet, the tensor cores' rate for other dtypes as a multiple of that for bf16, and float32 operations a
+# second of the CUDA cores (132 multiprocessors, 128 FMAs a clock, 1.755 GHz).
+RATES = {"float32": 0.5, E4M3: 2.0}
+CUDA_CORE_FLOPS = 59.3e12
 
 
 def on_gpu() -> bool:
@@ -49,11 +53,17 @@ def copy_rate(device_kind: str) -> float | None:
 
 
 def floor_us(problem: Problem) -> float | None:
-    """Microseconds of a problem at the rates of large products and copies on this device; None if they are unknown."""
+    """Microseconds of a problem at the rates of large products and copies on this device; None if they are unknown.
+
+    Depthwise convolutions in float32 are computed on the CUDA cores, by XLA too: they have the accuracy of float32.
+    """
     copied = copy_rate(jax.devices()[0].device_kind)
     if copied is None:
         return None
-    flops = PRODUCT_FLOPS * (2 if getattr(problem, "x_dtype", "") == E4M3 else 1)
+    dtype = getattr(problem, "x_dtype", "") or getattr(problem, "dtype", "")
+    flops = PRODUCT_FLOPS * RATES.get(dtype, 1.0)
+    if dtype == "float32" and 1 < getattr(problem, "feature_group_count", 1) == problem.in_channels:
+        flops = CUDA_CORE_FLOPS
     return max(problem.flops / flops, problem.bytes_moved / copied) * 1e6
 
 

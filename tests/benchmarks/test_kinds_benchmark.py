@@ -6,9 +6,10 @@ import pathlib
 import jax
 import pytest
 
-from benchmarks import conv, kinds
+from benchmarks import conv, kinds, report
 from jax_splitk import kernels
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from tests.problems import conv as conv_problem
 
 pytestmark = pytest.mark.exhaustive
 
@@ -31,6 +32,19 @@ def test_kernels_serve_the_cases_on_hopper() -> None:
         served = [f for f in kernels.families(problem.op, "cuda") if f.refusal(problem, None, DEFAULT_CUDA) is None]
         assert served or (case.group, case.which) in UNSERVED, case.name
         assert all(family.candidates(problem, DEFAULT_CUDA) for family in served), case.name
+
+
+@pytest.mark.parametrize(("dtype", "groups", "flops_a_second"), [
+    ("bfloat16", 1, 790e12), ("float32", 1, 395e12), ("bfloat16", 64, 790e12), ("float32", 64, 59.3e12),
+])  # fmt: skip
+def test_the_floor_has_the_rate_of_the_cores_that_can_compute_it(
+    dtype: str, groups: int, flops_a_second: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = conv_problem((56, 56), (15, 15), (64, 64), padding=7, groups=groups, dtype=dtype)
+    monkeypatch.setattr(report, "copy_rate", lambda _: 1e30)
+    assert report.floor_us(p) == pytest.approx(1e6 * p.flops / flops_a_second)
+    monkeypatch.setattr(report, "copy_rate", lambda _: 4.3e9)
+    assert report.floor_us(p) == pytest.approx(1e6 * p.bytes_moved / 4.3e9)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
