@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 import jax_splitk
+from jax_splitk.problems.conv_wgrad import ConvProblem
 from jax_splitk.problems.dot_general import E4M3
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import plan, toolchain
@@ -62,7 +63,11 @@ def floor_us(problem: Problem) -> float | None:
         return None
     dtype = getattr(problem, "x_dtype", "") or getattr(problem, "dtype", "")
     flops = PRODUCT_FLOPS * RATES.get(dtype, 1.0)
-    if dtype == "float32" and 1 < getattr(problem, "feature_group_count", 1) == problem.in_channels:
+    if (
+        dtype == "float32"
+        and isinstance(problem, ConvProblem)
+        and 1 < problem.feature_group_count == problem.in_channels
+    ):
         flops = CUDA_CORE_FLOPS
     return max(problem.flops / flops, problem.bytes_moved / copied) * 1e6
 

@@ -20,7 +20,7 @@ namespace {
 // The longest that a stream is held, in milliseconds. To enqueue some twenty programs takes the host a few.
 // Work that waits for the GPU itself, as loops of XLA's may, or a call of the driver in another thread that
 // waits until the GPU is idle, would wait for ever. After a measurement that was not held until its end, the
-// next one is held twice as long: the host may be busy.
+// next one is held twice as long: the host may be busy. After the longest one it is the first again.
 constexpr int kHold = 30, kLongestHold = 240;
 
 constexpr unsigned kPortable = 1, kDeviceMap = 2;  // CU_MEMHOSTALLOC_*
@@ -73,7 +73,8 @@ void ReleaseLate(uint32_t measurement) {
   Stopwatch& state = State();
   if (!state.Release(measurement)) return;
   state.late = measurement;
-  state.hold = std::min(2 * state.hold.load(), kLongestHold);
+  const int hold = state.hold;
+  state.hold = hold < kLongestHold ? std::min(2 * hold, kLongestHold) : kHold;
 }
 
 void ReleaseLater(uint32_t measurement) {

@@ -349,6 +349,15 @@ def _toeplitz_passes() -> Iterator[Run]:
                 {"padding": ((12, 12), (0, 0)), "batch": 3, "out_dtype": "bfloat16"},
                 (8, 2, 13, 1, 2, 1),
             ),
+            # Taps that slide.
+            ((20, 18), (31, 17), 1, {"padding": ((15, 15), (8, 8)), "batch": 3, "dtype": HALF}, (8, 3, 8, 1, 8, 1)),
+            (
+                (5, 40),
+                (40, 12),
+                1,
+                {"padding": ((30, 20), (5, 5)), "out_dtype": "bfloat16"},
+                (16, 5, 8, 1, 8, 1, False, 2),
+            ),
         ),
     ):
         changes = {**given, "stride" if kind is ConvFpropProblem else "lhs_dilation": steps}

@@ -8,6 +8,7 @@ CUDA's profiling library takes no part. JAX's profiler starts and ends that libr
 50 ms, and processes that took many profiles have crashed (benchmarks/notes/conv.md).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +23,24 @@ STOP_TARGET = "jax_splitk_stopwatch_stop_v1"
 ATTEMPTS = 3  # to enqueue the work while the stream is held
 
 
+@dataclasses.dataclass
+class _State:
+    """Attributes:
+    attempts: of the next measurement. After work that was never held it is one: allocations or launches that wait for
+      the GPU make all work so.
+    """
+
+    attempts: int = ATTEMPTS
+
+
+_state = _State()
+
+
 def microseconds(work: Callable[[], object]) -> float:
     """The time that the default GPU takes for what `work` enqueues. Nothing else may be enqueued meanwhile.
 
-    The stream is not held for ever: work that itself waits for the GPU is run three times, and its time has its pauses.
+    The stream is not held for ever: work that itself waits for the GPU is run up to three times, and its time has its
+    pauses.
 
     Args:
       work: enqueues at most some 20 executions: JAX lets 32 be under way.
@@ -36,13 +51,14 @@ def microseconds(work: Callable[[], object]) -> float:
     """
     start, stop = _program(START_TARGET), _program(STOP_TARGET)
     us, held = 0.0, False
-    for _ in range(ATTEMPTS):
+    for _ in range(_state.attempts):
         start()
         work()
         jax.block_until_ready(stop())
         us, held = _ffi.stopwatch_lap()
         if held:
             break
+    _state.attempts = ATTEMPTS if held else 1
     return us
 
 

@@ -110,9 +110,10 @@ def compile_ahead(problem: Problem, candidates: Iterable[Candidate]) -> None:
 
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
-    """In the block, and in this thread, functions are jitted and operands are copied, whatever the program's
-    configuration forbids."""
-    with jax.disable_jit(False), jax.transfer_guard("allow"), watch.state.tracing_only():
+    """In the block, and in this thread, functions are jitted, operands are copied and results are not searched for NaN,
+    for which each call would be waited for, whatever the program's configuration says."""
+    unchecked = jax.debug_nans(False), jax.debug_infs(False)
+    with jax.disable_jit(False), jax.transfer_guard("allow"), unchecked[0], unchecked[1], watch.state.tracing_only():
         yield
 
 

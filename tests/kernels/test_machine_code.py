@@ -184,9 +184,8 @@ def _depthwise_blocked(m: Main) -> None:
 
 
 def _toeplitz(m: Main) -> None:
-    assert m.count(cubin.HMMA) == m["STEP"] * m["EACH"] * m["PLANES"] * m["KERNEL_D"] * m["KERNEL_H"] * (
-        (m["K_CHUNKS"] + 1) // 2
-    )
+    rows = m["STEP"] if m["SLIDES"] else m["EACH"] * m["PLANES"] * m["KERNEL_D"] * m["KERNEL_H"]
+    assert m.count(cubin.HMMA) == m["STEP"] * rows * ((m["K_CHUNKS"] + 1) // 2)
     assert m.count(cubin.STMATRIX) > 0
     # The compiler may make one access four, which touch their lines as often; `repair` stores single values.
     stores = m.kernel.widths(cubin.GLOBAL_STORE)
@@ -255,7 +254,7 @@ CODE = {
     "depthwise/passes.cu": Code(_depthwise_pass, "ELEMENT OUT CHANNELS", "MIRRORED DOWN_W DOWN_H UP_W UP_H KERNEL_W"),
     "depthwise/blocked.cu": Code(_depthwise_blocked, "ELEMENT OUT CHANNELS", "MIRRORED DOWN_W UP_W STEP SUMMED"),
     "depthwise/toeplitz.cu": Code(
-        _toeplitz, "ELEMENT OUT", "MIRRORED CHANNELS EACH STEP DOWN_W KERNEL_W KERNEL_H PLANES"
+        _toeplitz, "ELEMENT OUT", "MIRRORED CHANNELS EACH STEP DOWN_W KERNEL_W KERNEL_H PLANES SLIDES"
     ),
     "grouped/passes.cu": Code(
         _grouped_pass, "ELEMENT OUT", "MIRRORED RESIDENT STRIPS UNITS DOWN_W UP_W BIAS RESIDUAL_TYPE ACTIVATION_LAST"

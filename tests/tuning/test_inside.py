@@ -19,7 +19,7 @@ from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import settings
 from jax_splitk.runtime.plan import HOST_WGRAD_TARGET
 from jax_splitk.runtime.target import target_for
-from jax_splitk.tuning import select, store
+from jax_splitk.tuning import measure, select, store
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import Options
 from tests.problems import seeded
@@ -133,6 +133,27 @@ def test_the_programs_configuration_does_not_reach_the_bench(name: str, value: A
     ((key, found),) = result
     assert (cache / key.file).exists()
     assert not [m.error for m in found.measurements if m.error]
+
+
+def test_results_are_not_searched_for_nan_while_they_are_timed(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To search them JAX waits for each call, so that the host would be timed."""
+    found, queue = set(), measure._queue
+
+    def watched(*args: Any) -> Any:
+        found.add((jax.config.jax_debug_nans, jax.config.jax_debug_infs))
+        return queue(*args)
+
+    monkeypatch.setattr(measure, "_queue", watched)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jax_splitk.tune_problems([TINY.problem()], seconds=0.1)
+    jax.config.update("jax_debug_nans", True)  # of all threads
+    try:
+        jax_splitk.tune_problems([TINY.problem()], seconds=0.1, again=True)
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    assert found == {(False, False)}
 
 
 def test_what_could_not_be_stored_is_explained_as_it_was_lowered(

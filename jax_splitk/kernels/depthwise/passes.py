@@ -137,8 +137,8 @@ class DepthwiseConv(ModelledFamily[ConvProblem, Config]):
         reason = refusals.dtypes(problem, tuple(OUT_CODES)) or passes.depthwise_refusal(problem, multiplier=True)
         if reason is not None or (reason := _sliding_refusal(problem)) is None:
             return reason
-        if toeplitz.FPROP.problem_refusal(problem) is None:  # on the tensor cores
-            return f"{reason}, or a problem that the family toeplitz refuses"
+        if toeplitz.FPROP.problem_refusal(problem) is None and not toeplitz.is_sliding(problem):
+            return f"{reason}, or a problem that the family toeplitz refuses"  # it has the tensor cores
         return blocked.refusal(problem, _word_channels(problem))
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:

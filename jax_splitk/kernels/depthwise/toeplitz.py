@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax import numpy as jnp
 
@@ -28,8 +28,8 @@ from jax_splitk.runtime.plan import Launch, Pointer
 from jax_splitk.runtime.target import Target
 
 _WINDOWS = 16  # an MMA's m
-_CHANNELS, _STEPS, _PLANES, _AHEAD = (16, 32), (1, 2, 4), (1, 2), (1, 2, 4)
-_TALL_CHANNELS = (8,)  # of filters so tall that a warp has the registers for one channel only
+_STEPS, _PLANES, _AHEAD = (1, 2, 4), (1, 2), (1, 2, 4)
+_SLIDING_ROWS = 8  # of the output in a thread block, and of taps that a warp holds, where the taps slide
 _MAX_STRIDE = 2
 _MAX_REGISTERS = 240  # of a thread, as `Tiling` counts them
 _MAX_PRODUCTS = 1024  # of a stage, in which all are unrolled
@@ -65,6 +65,25 @@ class Config:
     ahead: int = 2
     tall: bool = False
     turns: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What a warp's registers hold.
+
+    Attributes:
+      each: channels of a warp.
+      channels: choices of a thread block's channels.
+      slides: whether they hold sums of a block's rows, and some rows of taps, instead of all taps and the sums of some
+        rows.
+    """
+
+    each: int
+    channels: tuple[int, ...]
+    slides: bool = False
+
+
+_WAYS = Way(2, (16, 32)), Way(1, (8,)), Way(1, (8, 16), slides=True)  # for taller and taller filters
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,23 +157,32 @@ def _pitches(size: int, parts: int) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _channels(p: ConvProblem) -> tuple[int, ...]:
-    """Channels that a thread block may have."""
-    return _CHANNELS if _limits_refusal(_tiling(p, _first(p, _CHANNELS[0]), each=2)) is None else _TALL_CHANNELS
+def _way(p: ConvProblem) -> Way:
+    """The first way that has the registers for the filter; the second one if no way has them."""
+    g = _forward(p)
+    can_slide = max(g.stride) == 1 and g.kernel[0] == 1
+    ways = _WAYS if can_slide else _WAYS[:2]
+    return next((w for w in ways if _limits_refusal(_tiling(p, _first(p, w), w)) is None), _WAYS[1])
+
+
+def is_sliding(p: ConvProblem) -> bool:
+    """Whether the filter is too tall for registers: then the CUDA cores may be faster."""
+    return _way(p).slides
 
 
 def tiling(p: ConvProblem, config: Config) -> Tiling:
-    return _tiling(p, config, each=1 if config.channels in _TALL_CHANNELS else 2)
+    return _tiling(p, config, _way(p))
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiling(p: ConvProblem, config: Config, each: int) -> Tiling:
-    g, parts = _forward(p), config.channels // 8
+def _tiling(p: ConvProblem, config: Config, way: Way) -> Tiling:
+    g, parts, each = _forward(p), config.channels // 8, way.each
     (down_d, down_h, down_w), (kernel_d, kernel_h, kernel_w) = g.stride, g.kernel
     lines, warps = _WINDOWS // config.tiles, config.channels // each
     strips, plane_blocks = -(-g.out[1] // config.rows), -(-g.out[0] // config.planes)
     every_line = -(-g.batch * _period(g) // config.rows) if config.tall else g.batch * plane_blocks * strips
     k_chunks = -(-(7 * down_w + kernel_w) // 8)
+    k_steps = -(-k_chunks // 2)
     chunks = -(-((config.tiles - 1) * down_w + k_chunks) // down_w) * down_w
     units = -(-chunks * lines * parts // 4)
     in_rows = config.step * down_h * ((config.planes - 1) * down_d + kernel_d)
@@ -162,9 +190,16 @@ def _tiling(p: ConvProblem, config: Config, each: int) -> Tiling:
     in_pitches = _pitches(in_rows * units * 4 // parts, parts)
     out_pitches = _pitches(out_rows * _WINDOWS, parts)
     window, loads = (kernel_h - 1) // down_h + 1, -(-in_rows * units // warps)
-    sums, bands = 4 * config.planes * window, kernel_d * kernel_h * k_chunks
     rest = 24 + 4 * (in_rows * units % warps > 0) + 4 * (parts == 4) + 4 * (config.planes > 1)
     rest += 8 * (max(g.stride) > 1) + 4 * config.tall
+    in_bytes, out_bytes = 32 * in_pitches[2], 32 * halves * out_pitches[2]
+    if way.slides:
+        sums, bands, products = 4 * config.step, 2 * config.step * k_steps, config.step**2 * k_steps
+        buffers, taps = max(in_bytes, out_bytes // 2), 8 * kernel_h * (k_chunks + 1)
+    else:
+        sums, bands = 4 * config.planes * window, kernel_d * kernel_h * k_chunks
+        products = config.step * each * config.planes * kernel_d * kernel_h * k_steps
+        buffers, taps = in_bytes + out_bytes, math.prod(g.kernel)
     return Tiling(
         each,
         lines,
@@ -183,11 +218,9 @@ def _tiling(p: ConvProblem, config: Config, each: int) -> Tiling:
         out_pitches,
         loads,
         -(-(config.rows + window - 1) // config.step),
-        config.step * each * config.planes * kernel_d * kernel_h * -(-k_chunks // 2),
+        products,
         max(56, each * (sums + bands) + 2 * loads + rest),
-        32 * (in_pitches[2] + halves * out_pitches[2])
-        + config.ahead * loads * warps * 512
-        + math.prod(g.kernel) * config.channels * 2,
+        buffers + config.ahead * loads * warps * 512 + taps * config.channels * 2,
     )
 
 
@@ -212,14 +245,20 @@ def _shares(p: ConvProblem, config: Config, target: Target) -> list[int]:
     return sorted(rows for rows in whole if rows > lead)
 
 
-def _first(p: ConvProblem, channels: int) -> Config:
-    """The config with `channels` channels, the fewest registers and the least shared memory."""
-    g = _forward(p)
-    return Config(channels, min(_WINDOWS, -(-g.out[2] // 8)), g.out[1], 1, 2, _AHEAD[0])
+def _rows(p: ConvProblem, way: Way) -> Sequence[int]:
+    """Numbers of rows that a strip may have."""
+    rows = _forward(p).out[1]
+    return (min(rows, _SLIDING_ROWS),) if way.slides else range(1, rows + 1)
+
+
+def _first(p: ConvProblem, way: Way) -> Config:
+    """The way's config with the fewest registers and the least shared memory."""
+    tiles, step = min(_WINDOWS, -(-_forward(p).out[2] // 8)), _SLIDING_ROWS if way.slides else 2
+    return Config(way.channels[0], tiles, _rows(p, way)[-1], 1, step, _AHEAD[0])
 
 
 def _smallest(p: ConvProblem) -> Config:
-    return _first(p, _channels(p)[0])
+    return _first(p, _way(p))
 
 
 def _limits_refusal(t: Tiling) -> str | None:
@@ -237,19 +276,35 @@ def _limits_refusal(t: Tiling) -> str | None:
 
 def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
     """The work of a stage on an SM."""
-    g, t = _forward(p), tiling(p, config)
+    g, t, slides = _forward(p), tiling(p, config), is_sliding(p)
     halves, parts = jnp.dtype(p.out_dtype).itemsize // 2, config.channels // 8
     loaded, stored = t.in_rows * t.units, t.out_rows * 4 * parts  # of 512 bytes
     windows = t.each * t.in_rows * t.k_chunks / 2  # of a warp
+    products, bands = float(t.products), 0.0
+    if slides:
+        products *= _used(g, config) / (t.stages * config.step**2)
+        bands = 6.0 * config.step * t.k_chunks  # instructions that read them
     # Pixels: each touches a line of its own, whatever part of it the block's channels are.
     read = t.in_rows * t.lines * min(8 * t.chunks, g.size[2])
     written = t.out_rows * t.lines * min(8 * config.tiles, g.out[2])
+    if slides:  # once for all stages
+        stored, written = stored / t.stages, written / t.stages
     return {
-        "tensor_clocks": t.warps * t.products,
+        "tensor_clocks": t.warps * products,
         "shared_bytes": 512 * (t.warps * windows + 3 * loaded + 2 * halves * stored),
-        "instructions": t.warps * (t.products + windows + 30) + 12 * loaded + 16 * halves * stored,
+        "instructions": t.warps * (products + windows + bands + 30) + 12 * loaded + 16 * halves * stored,
         "rows": read + 2 * halves * written,
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def _used(g: Geometry, config: Config) -> float:
+    """Pairs of a row of the input and one of a strip that a sliding row of taps multiplies; the mean over strips."""
+    taps, pairs, strips = g.kernel[1], 0, range(0, g.out[1], config.rows)
+    for first in strips:
+        rows = range(max(0, g.pad[1] - first), min(config.step + taps - 1, g.size[1] + g.pad[1] - first))
+        pairs += sum(min(row, taps - 1) - max(row - config.step + 1, 0) + 1 for row in rows)
+    return pairs / len(strips)
 
 
 class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
@@ -276,14 +331,14 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
         return reason and f"a filter of {p.kernel_spatial}: {reason}"
 
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
-        g = _forward(problem)
+        g, way = _forward(problem), _way(problem)
         reason = field_refusal(
             config,
-            channels=_channels(problem),
+            channels=way.channels,
             tiles=range(1, min(_WINDOWS, -(-g.out[2] // 8)) + 1),
-            rows=range(1, (g.batch * _period(g) if config.tall else g.out[1]) + 1),
-            planes=[n for n in _PLANES if n < 2 * g.out[0]],
-            step=_STEPS,
+            rows=range(1, g.batch * _period(g) + 1) if config.tall else _rows(problem, way),
+            planes=[1] if way.slides else [n for n in _PLANES if n < 2 * g.out[0]],
+            step=(_SLIDING_ROWS,) if way.slides else _STEPS,
             ahead=_AHEAD,
             turns=(1, 2),
         )
@@ -298,6 +353,8 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
             return "step 1; accepted for filters of this height: 2, 4"
         if not config.tall:
             return None
+        if is_sliding(problem):
+            return f"tall lines for a filter of {g.kernel[1]} rows; accepted: no"
         if t.plane_blocks > 1:
             return f"tall lines of {t.plane_blocks} blocks of planes; accepted: 1"
         if config.step > (period := _period(g)):
@@ -317,13 +374,17 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
         return fastest[:_MAX_CANDIDATES]
 
     def _variants(self, problem: ConvProblem, target: Target) -> Iterator[Config]:
-        (planes, rows, width), most = _forward(problem).out, problem.in_channels
+        (planes, rows, width), most, way = _forward(problem).out, problem.in_channels, _way(problem)
         tiles = -(-width // 8)
         # Those that share a row evenly, and those that fill an MMA.
         even = {-(-tiles // parts) for parts in range(-(-tiles // _WINDOWS), tiles + 1)}
         widths = sorted({n for n in even if n <= _WINDOWS} | {n for n in (1, 2, 4, 8) if n <= tiles})[-6:]
         heights = sorted({-(-rows // parts) for parts in (1, 2, 3, 4, 6, 8) if rows >= 4 * parts or parts == 1})
-        channels = [n for n in _channels(problem) if n < 2 * most] or _channels(problem)[:1]
+        channels = [n for n in way.channels if n < 2 * most] or way.channels[:1]
+        if way.slides:
+            for block, count, ahead, turns in itertools.product(channels, widths, _AHEAD, (1, 2)):
+                yield Config(block, count, _rows(problem, way)[0], 1, _SLIDING_ROWS, ahead, turns=turns)
+            return
         depths = [n for n in _PLANES if n < 2 * planes]
         pairs = [(step, ahead) for step in _STEPS for ahead in _AHEAD if 2 <= step * ahead <= 8]
         for block, tiles, depth, (step, ahead) in itertools.product(channels, widths, depths, pairs):
@@ -372,6 +433,7 @@ class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
             **{f"IN_{name}": value for name, value in zip(pitches, ins, strict=True)},
             **{f"OUT_{name}": value for name, value in zip(pitches, outs, strict=True)},
             **{"STAGES": t.stages, "CTAS_PER_SM": self.blocks_per_sm(problem, config)},
+            "SLIDES": int(is_sliding(problem)),
         }
 
     def launches(self, problem: ConvProblem, config: Config) -> tuple[Launch, ...]:

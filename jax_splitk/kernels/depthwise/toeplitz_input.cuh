@@ -11,7 +11,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int PARTS = CHANNELS / 8, WARPS = CHANNELS / EACH, THREADS = 32 * WARPS;
 constexpr int SHARE = 4 / PARTS;  // a unit's chunks of each part
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
-constexpr int WINDOW = (KERNEL_H - 1) / DOWN_H + 1, LEAD = WINDOW - 1;
+constexpr int WINDOW = (KERNEL_H - 1) / DOWN_H + 1, LEAD = SLIDES ? 0 : WINDOW - 1;
 constexpr int IN_PLANES = (PLANES - 1) * DOWN_D + KERNEL_D;
 constexpr int IN_ROWS = STEP * DOWN_H * IN_PLANES, OUT_ROWS = STEP * PLANES;  // of a stage
 constexpr int LOADS = ceil_div(IN_ROWS * UNITS, WARPS), STORES = OUT_ROWS * 4 * PARTS / WARPS;
@@ -31,10 +31,17 @@ struct Place {
   }
 };
 
-// First row and plane of the output of a line. A TALL one may go on in the next images.
+// First row and plane of the output of a line. A TALL one may go on in the next images. With SLIDES the same
+// strips of all images follow each other.
 struct Line {
   int image, plane, row;
-  __device__ explicit Line(int index) {
+  __device__ Line(int index, int images) {
+    if constexpr (SLIDES) {
+      image = index < images * STRIPS ? index % images : images;
+      plane = 0;
+      row = min(index / images, STRIPS - 1) * ROWS;
+      return;
+    }
     if constexpr (TALL) {
       image = index * ROWS / PERIOD;
       plane = 0;
@@ -83,7 +90,7 @@ struct Loader {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       const int unit = i * WARPS + warp, step_row = unit / UNITS, position = unit % UNITS * SHARE + own.chunk;
-      const Line line(place.line + position % LINES);
+      const Line line(place.line + position % LINES, images);
       const int column = place.column * DOWN_W - PAD_W + chunk_at(position / LINES) * 8 + own.column;
       const int plane = line.plane * DOWN_D - PAD_D + step_row % IN_PLANES;
       row[i] = line.row * DOWN_H - PAD_H + step_row / IN_PLANES;

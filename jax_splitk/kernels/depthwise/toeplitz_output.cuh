@@ -33,6 +33,43 @@ __device__ inline float sum_of(const Element* __restrict__ x, const Element* __r
   return sum;
 }
 
+// Two neighbouring values: as one word, or the lower and the upper halves of both.
+__device__ inline void pack(float first, float second, uint32_t (&words)[HALVES]) {
+  if constexpr (HALVES == 2) {
+    words[0] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x5410);
+    words[1] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+  } else {
+    const Vec<Output, 2> both = converted<Output>({first, second});
+    words[0] = reinterpret_cast<const uint32_t&>(both);
+  }
+}
+
+// Where this lane's row of matrices is: of windows in the input, of completed rows.
+__device__ inline uint32_t windows_of_lane() {
+  const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 * EACH;
+  const int window = min(lane % 16, TILES * LINES - 1);
+  const int position = window + lane / 16 * (DOWN_W == 1 ? 1 : CHUNKS / DOWN_W) * LINES;
+  return (channel / 8 * IN_PART + channel % 8 * IN_CHANNEL + position) * 16;
+}
+
+__device__ inline uint32_t rows_of_lane() {
+  const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 * EACH;
+  return (channel / 8 * OUT_PART + channel % 8 * OUT_CHANNEL + lane % 16) * 16 + lane / 16 * OUT_BYTES;
+}
+
+// Puts a completed row where the block finds it.
+__device__ inline void put_row(uint32_t at, const float (&row)[4]) {
+  uint32_t words[2][HALVES];  // of a lane's two windows
+  pack(row[0], row[1], words[0]);
+  pack(row[2], row[3], words[1]);
+  if constexpr (HALVES == 1) {
+    store_matrices(at, words[0][0], words[1][0]);
+  } else {
+    const uint32_t v[] = {words[0][0], words[1][0], words[0][1], words[1][1]};
+    store_matrices(at, v);
+  }
+}
+
 struct Writer {
   uint32_t from;
   int rows, planes;    // of the output, from the line's first on
@@ -46,7 +83,7 @@ struct Writer {
     from = buffers +
            (own.row_part * OUT_PART + own.row_channel * OUT_CHANNEL + first + own.row_chunk + row * 16) * 16;
     const int window = first + own.chunk, eight = place.channel / 8 + own.part;
-    const Line line(place.line + window % LINES);
+    const Line line(place.line + window % LINES, images);
     const int column = place.column + window / LINES * 8 + own.column;
     const bool inside = window < TILES * LINES && column < OUTPUT_W && eight < EIGHTS && line.image < images;
     rows = inside ? TALL ? ROWS : min(ROWS, OUTPUT_H - line.row) : 0;
@@ -108,7 +145,7 @@ struct Writer {
   }
 
   // Computes anew what the lane has stored and is not finite.
-  __device__ void repair(const Element* x, const Element* w, Output* out) const {
+  __device__ void repair(const Element* x, const Element* w, int images, Output* out) const {
     constexpr int EVERY = WARPS / (4 * PARTS);  // rows from one that the lane has stored to the next
     if (wrong == 0) return;
     int thread, block;
@@ -116,7 +153,7 @@ struct Writer {
     const Place place(block);
     const Unit own(thread);
     const int warp = thread / 32, window = warp % (4 * PARTS) * SHARE + own.chunk;
-    const Line line(place.line + window % LINES);
+    const Line line(place.line + window % LINES, images);
     const int column = place.column + window / LINES * 8 + own.column, channel = place.channel + own.part * 8;
 #pragma unroll 1
     for (int e = 0; e < (PLANES > 1 ? min(PLANES, planes) : 1); ++e) {

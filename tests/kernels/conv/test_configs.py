@@ -1,5 +1,6 @@
 """Special properties of some families of forward passes and input gradients: refusals, and registers."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -33,6 +34,17 @@ from tests.problems import conv_of
 def test_refused_configs(tried: Tried, run: int, config: Any, reason: str) -> None:
     p, _ = tried.runs[run]
     assert reason in str(tried.of(p).refusal(p, config))
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"rows": 7}, "rows 7; accepted: 8"), ({"step": 4}, "step 4; accepted: 8"), ({"channels": 32}, "accepted: 8, 16"),
+    ({"tall": True}, "tall lines for a filter of 31 rows; accepted: no"), ({"planes": 2}, "planes 2; accepted: 1"),
+])  # fmt: skip
+def test_refused_configs_of_filters_that_slide(changes: dict[str, Any], reason: str) -> None:
+    p = conv_of(ConvFpropProblem, (30, 20), (31, 31), (16, 16), groups=16, padding=15)
+    config = toeplitz.Config(8, 3, 8, 1, 8, 1)
+    assert toeplitz.FPROP.refusal(p, config) is None
+    assert reason in str(toeplitz.FPROP.refusal(p, dataclasses.replace(config, **changes)))
 
 
 def test_steps_of_tall_lines_are_within_an_image() -> None:

@@ -167,7 +167,8 @@ def _toeplitz(kind: type[Any], channels: int, stride: Any = 1, **more: Any) -> A
 
 
 def _draw_toeplitz(rng: Rng, kind: type[Any]) -> Any:
-    more = geometry(rng, (90, 24, 10), (12, 8, 4), ("stride", 3))
+    sides = (12, 8, 4) if rng.integers(4) else (12, 40, 4)  # taps of tall filters slide
+    more = geometry(rng, (90, 24, 10), sides, ("stride", 3))
     return _toeplitz(kind, 8 * int(rng.integers(1, 8)), **more, **dtypes(rng, "bfloat16", "float16"))
 
 
@@ -194,6 +195,7 @@ TOEPLITZ = Tried(
             ((14, 14), (7, 7), 384, HALF),
             ((28, 28), (5, 5), 240, {"dtype": "bfloat16", "out_dtype": "float32"}),
             ((28, 28), (7, 7), 192, {"stride": 2, **BF16}),
+            ((56, 56), (31, 31), 128, BF16),
             ((16, 56, 56), (3, 3, 3), 64, BF16),
             ((4096,), (4,), 2048, BF16),
         )
@@ -208,7 +210,7 @@ TOEPLITZ = Tried(
         ({"rhs_dilation": (2, 1)}, r"a filter by \(1, 2, 1\); accepted: by 1"),
         ({"window_strides": (3, 1)}, "accepted: "),
         ({"batch": 0}, "accepted: sizes of 1 to"),
-        ({"kernel_spatial": (40, 40)}, "registers of a thread; accepted: up to 240"),
+        ({"kernel_spatial": (40, 200)}, "registers of a thread; accepted: up to 240"),
     ],
     config=_toeplitz_config,
 )  # fmt: skip
