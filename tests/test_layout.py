@@ -24,6 +24,7 @@ LONGEST_FUNCTION = 50  # lines, of the package, without its docstring
 STATE = {
     "ops/intercept.py": ["_patch"],  # the functions of lax that it replaces, and for how many blocks
     "runtime/compiler.py": ["_memory", "_in_flight", "pool"],  # machine code that was compiled or read, each once
+    "runtime/stopwatch.py": ["_state"],  # how often the next work is timed
     "runtime/worker.py": ["_started"],  # what starting a worker has shown
     "tuning/device.py": ["state"],  # the device on which this process measures
     "tuning/once.py": ["state"],  # what this process says or works out once

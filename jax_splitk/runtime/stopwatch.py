@@ -10,6 +10,7 @@ CUDA's profiling library takes no part. JAX's profiler starts and ends that libr
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,19 +19,29 @@ import numpy as np
 
 from jax_splitk import _ffi
 
+_logger = logging.getLogger("jax_splitk")
+
 START_TARGET = "jax_splitk_stopwatch_start_v1"
 STOP_TARGET = "jax_splitk_stopwatch_stop_v1"
 ATTEMPTS = 3  # to enqueue the work while the stream is held
+_PAUSES = (
+    "The GPU waits for the host between kernels, so tuning measures pauses, and may choose slow kernels. "
+    "CUDA_LAUNCH_BLOCKING=1 and XLA_PYTHON_CLIENT_ALLOCATOR=platform do this: tune without them."
+)
 
 
 @dataclasses.dataclass
 class _State:
-    """Attributes:
-    attempts: of the next measurement. After work that was never held it is one: allocations or launches that wait for
-      the GPU make all work so.
+    """What earlier measurements say about the next one.
+
+    Attributes:
+      attempts: of the next measurement: one after work that was never held. Allocations or launches that wait for the
+        GPU make all work so.
+      has_warned: whether the user knows that.
     """
 
     attempts: int = ATTEMPTS
+    has_warned: bool = False
 
 
 _state = _State()
@@ -58,6 +69,9 @@ def microseconds(work: Callable[[], object]) -> float:
         us, held = _ffi.stopwatch_lap()
         if held:
             break
+    if not held and _state.attempts == 1 and not _state.has_warned:
+        _state.has_warned = True
+        _logger.warning(_PAUSES)
     _state.attempts = ATTEMPTS if held else 1
     return us
 

@@ -31,7 +31,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ([False] * 5 + [True, False, True], [3, 1, 1, 1, 2]),  # work that is never held is not tried again for long
 ])  # fmt: skip
 def test_work_that_was_not_held_is_timed_again(
-    held: list[bool], attempts: list[int], done: list[str], monkeypatch: pytest.MonkeyPatch
+    held: list[bool],
+    attempts: list[int],
+    done: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     laps = iter([(float(number), was_held) for number, was_held in enumerate(held, 1)])
     monkeypatch.setattr(_ffi, "stopwatch_lap", lambda: next(laps))
@@ -40,6 +44,7 @@ def test_work_that_was_not_held_is_timed_again(
         assert stopwatch.microseconds(lambda: done.append("work")) == sum(attempts[:number])
         assert done == ["start", "work", "stop"] * expected
         done.clear()
+    assert len(caplog.records) == (1 in attempts[1:] and not held[0])
 
 
 def test_without_a_gpu_there_is_no_time() -> None:
