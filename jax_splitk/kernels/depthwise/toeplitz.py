@@ -282,7 +282,7 @@ def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
     windows = t.each * t.in_rows * t.k_chunks / 2  # of a warp
     products, bands = float(t.products), 0.0
     if slides:
-        products *= _used(g, config) / (t.stages * config.step**2)
+        products *= max(0.0, _rows_inside(g, config, t.stages)) / (t.stages * config.step)
         bands = 6.0 * config.step * t.k_chunks  # instructions that read them
     # Pixels: each touches a line of its own, whatever part of it the block's channels are.
     read = t.in_rows * t.lines * min(8 * t.chunks, g.size[2])
@@ -298,13 +298,11 @@ def _stage_work(p: ConvProblem, config: Config) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _used(g: Geometry, config: Config) -> float:
-    """Pairs of a row of the input and one of a strip that a sliding row of taps multiplies; the mean over strips."""
-    taps, pairs, strips = g.kernel[1], 0, range(0, g.out[1], config.rows)
-    for first in strips:
-        rows = range(max(0, g.pad[1] - first), min(config.step + taps - 1, g.size[1] + g.pad[1] - first))
-        pairs += sum(min(row, taps - 1) - max(row - config.step + 1, 0) + 1 for row in rows)
-    return pairs / len(strips)
+def _rows_inside(g: Geometry, config: Config, stages: int) -> float:
+    """Rows of the input that a thread block multiplies where taps slide: those in the image; the mean over strips."""
+    strips = range(0, g.out[1], config.rows)
+    ends = (min(config.step * stages, g.size[1] + g.pad[1] - first) for first in strips)
+    return sum(end - max(0, g.pad[1] - first) for first, end in zip(strips, ends, strict=True)) / len(strips)
 
 
 class ToeplitzConv(ModelledFamily[ConvProblem, Config]):
