@@ -352,7 +352,7 @@ def _toeplitz_passes() -> Iterator[Run]:
             # Taps that slide.
             ((20, 18), (31, 17), 1, {"padding": ((15, 15), (8, 8)), "batch": 3, "dtype": HALF}, (8, 3, 8, 1, 8, 1)),
             (
-                (5, 40),
+                (9, 40),
                 (40, 12),
                 1,
                 {"padding": ((30, 20), (5, 5)), "out_dtype": "bfloat16"},
