@@ -112,8 +112,13 @@ def compile_ahead(problem: Problem, candidates: Iterable[Candidate]) -> None:
 def usual_settings() -> Iterator[None]:
     """In the block, and in this thread, functions are jitted, operands are copied and results are not searched for NaN,
     for which each call would be waited for, whatever the program's configuration says."""
-    unchecked = jax.debug_nans(False), jax.debug_infs(False)
-    with jax.disable_jit(False), jax.transfer_guard("allow"), unchecked[0], unchecked[1], watch.state.tracing_only():
+    with (
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        watch.state.tracing_only(),
+    ):
         yield
 
 

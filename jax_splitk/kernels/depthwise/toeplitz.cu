@@ -25,8 +25,8 @@
 // In one order, all warps would want the load/store unit at one time, and the tensor cores at another. With
 // two TURNS half of the warps multiply while the others store.
 //
-// A filter that is too tall for this SLIDES (toeplitz_sliding.cuh): sums stay in registers, bands of B do
-// not.
+// With a filter that is too tall for this, the sums stay in registers, and the taps slide (SLIDES;
+// toeplitz_sliding.cuh).
 //
 // TALL lines are strips of all images on top of each other, which have what padding both want in common: an
 // image begins every PERIOD rows of the output. So any number of blocks has equal shares.

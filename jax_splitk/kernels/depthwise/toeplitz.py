@@ -160,7 +160,7 @@ def _pitches(size: int, parts: int) -> tuple[int, int, int]:
 def _way(p: ConvProblem) -> Way:
     """The first way that has the registers for the filter; the second one if no way has them."""
     g = _forward(p)
-    can_slide = max(g.stride) == 1 and g.kernel[0] == 1
+    can_slide = max(g.stride) == 1 and g.size[0] == g.kernel[0] == g.out[0] == 1
     ways = _WAYS if can_slide else _WAYS[:2]
     return next((w for w in ways if _limits_refusal(_tiling(p, _first(p, w), w)) is None), _WAYS[1])
 

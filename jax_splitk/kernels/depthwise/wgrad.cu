@@ -28,9 +28,9 @@
 // have them in the same places of their runs, known to the compiler, and constants there.
 //
 // A long filter of one dimension is wrapped (WRAP > 0): images are lines, rows of both are WRAP pixels of a
-// line, and tap r * WRAP + s is tap (r, s) of a filter of two dimensions. Row i of dY and its tap r then need
-// rows i + r and i + r + 1 of X. A lane has a row of X and the one before it, which its neighbour has read:
-// D_s is that of row i + r + 1.
+// line, and tap r * WRAP + s is tap (r, s) of a filter of two dimensions. Row i of dY and tap r then need
+// rows i + r and i + r + 1 of X. A lane has a row j of X and, in front of it, row j - 1, which its neighbour
+// has read. So dW[r, s] = sum over j of D_s[j - r - 1, j].
 //
 // Roles, for each of the split's blocks and one more of X alone (dY is zero):
 //   - PRODUCERS warps, each with some of the rows, read pixels from global memory into registers, 8 channels

@@ -9,7 +9,7 @@ from jax_splitk.kernels.contraction import patch
 from jax_splitk.kernels.depthwise import passes as depthwise
 from jax_splitk.kernels.depthwise import toeplitz
 from jax_splitk.kernels.grouped import passes as grouped
-from jax_splitk.problems.conv_passes import ConvFpropProblem
+from jax_splitk.problems.conv_passes import ConvDgradProblem, ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler
 from jax_splitk.runtime.target import DEFAULT_CUDA
@@ -45,6 +45,15 @@ def test_refused_configs_of_filters_that_slide(changes: dict[str, Any], reason: 
     config = toeplitz.Config(8, 3, 8, 1, 8, 1)
     assert toeplitz.FPROP.refusal(p, config) is None
     assert reason in str(toeplitz.FPROP.refusal(p, dataclasses.replace(config, **changes)))
+
+
+@pytest.mark.parametrize("kind", [ConvFpropProblem, ConvDgradProblem])
+def test_no_filter_slides_over_several_planes(kind: type[Any]) -> None:
+    p = conv_of(kind, (2, 20, 18), (1, 31, 17), (16, 16), groups=16, padding=((0, 0), (15, 15), (8, 8)))
+    assert "registers of a thread; accepted: up to 240" in str(TOEPLITZ.of(p).refusal(p))
+    assert DEPTHWISE.of(p).refusal(p) is None
+    flat = conv_of(kind, (1, 20, 18), (1, 31, 17), (16, 16), groups=16, padding=((0, 0), (15, 15), (8, 8)))
+    assert toeplitz.is_sliding(flat)
 
 
 def test_steps_of_tall_lines_are_within_an_image() -> None:
