@@ -154,7 +154,11 @@ def describe(entry: Entry) -> dict[str, Any]:
 def row(entry: Entry) -> list[str]:
     """The decision as cells of a table with `HEADER`. The problem is without its operation, which the choice tells."""
     us, xla_us, ratio = times(entry)
+    about = ""
+    if xla_us is None and us is not None and (xla_us := entry.estimated_xla_us) is not None:
+        about, ratio = "~", xla_us / us
     problem = entry.key.problem
     brief = str(problem).removeprefix(f"{problem.op} ").replace("bfloat", "bf").replace("float", "f")
     choice = str(entry.choice) if us is not None else f"not measured: {entry.choice}"
-    return [entry.key.digest[:10], number(us), number(xla_us), number(ratio, ".2f"), brief, choice]
+    of_xla = f"{about}{number(xla_us)}", f"{about}{number(ratio, '.2f')}"
+    return [entry.key.digest[:10], number(us), *of_xla, brief, choice]

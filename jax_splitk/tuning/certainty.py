@@ -1,9 +1,10 @@
 """Decisions that depend on how sure the cost models are."""
 
+import importlib.metadata
 import math
 from collections.abc import Sequence
 
-from jax_splitk.kernels.base import xla
+from jax_splitk.kernels.base import cost_model, xla
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate
@@ -20,6 +21,12 @@ DOUBT = 0.15
 _LOSS_WITHIN = 0.4
 _LOSS_TO_UNKNOWN_XLA = 0.03
 _LOSS_OF_RULE = 0.2  # where XLA is chosen without measurement, whatever the models say
+# XLA is far slower where even an estimate that is so many standard deviations too high leaves this factor. XLA's time
+# was at least 1.4 times ours on the 1,688 of 3,328 recorded problems for which that holds, on most of which the
+# estimates were fitted, and 1.5 times on 72 of 117 others.
+_FAR_DEVIATIONS, _FAR = 2.5, 1.3
+_USUAL_TIMES_FLOOR = 2.5  # of our kernels, by the rates of arithmetic and memory
+_FITTED_JAXLIB = (0, 11)  # the latest release whose XLA the estimates were compared with
 
 
 def close(ranking: Sequence[tuple[float, Candidate]], problem: Problem, target: Target) -> list[Candidate]:
@@ -52,6 +59,28 @@ def faster_xla(
         return None
     doubt = math.hypot(of_xla.uncertainty, candidate.family.uncertainty(problem, target)) if doubted else 0.0
     return of_xla.seconds if math.log(seconds / of_xla.seconds) > DOUBT * doubt else None
+
+
+def far_slower_xla(seconds: float, problem: Problem, target: Target) -> float | None:
+    """XLA's predicted seconds, where XLA is far slower than a kernel that takes `seconds`. None otherwise, and for GPUs
+    and releases of XLA whose times no estimate was compared with."""
+    if not cost_model.has_rates(target) or _jaxlib() > _FITTED_JAXLIB:
+        return None
+    of_xla = xla.estimate(problem, target)
+    if of_xla is None or not xla.is_fitted(problem):
+        return None
+    return of_xla.seconds if of_xla.seconds >= _FAR * math.exp(_FAR_DEVIATIONS * of_xla.uncertainty) * seconds else None
+
+
+def may_be_near_xla(problem: Problem, target: Target) -> bool:
+    """Whether XLA may turn out not to be far slower than ours, whose times are not known yet."""
+    seconds = _USUAL_TIMES_FLOOR * xla.features(problem, target).floor if problem.flops else math.inf
+    return far_slower_xla(seconds, problem, target) is None
+
+
+def _jaxlib() -> tuple[int, ...]:
+    """The major and minor version of jaxlib."""
+    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
 
 
 def expected_loss(candidate: Candidate, seconds: float, problem: Problem, target: Target) -> float:

@@ -147,8 +147,10 @@ class Choice:
         us, xla_us = self.times.us, self.times.xla_us
         if us is not None and self.times.predicted:
             return f"{self.because} ({us:.1f} us predicted)"
-        if us is None or xla_us is None:
+        if us is None or (xla_us is None and self.candidate == XLA):
             return self.because
+        if xla_us is None:
+            return f"{self.because}: {us:.1f} us"
         if self.candidate == XLA:
             return f"{self.because}: XLA {xla_us:.1f} us, ours {us:.1f} us"
         return f"{self.because}: {us:.1f} us, XLA {xla_us:.1f} us"

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from jax_splitk import kernels
 from jax_splitk.tuning.choice import XLA, Candidate
@@ -19,6 +19,8 @@ _logger = logging.getLogger("jax_splitk")
 _XLA = XLA.name
 # Keys in an entry's metadata: what chose for a problem that was not measured, and which programs left it.
 _CHOSEN_BY, _PROGRAMS = "not measured, chosen by", "programs"
+# And XLA's microseconds, where the search left XLA out.
+XLA_ESTIMATE = "xla_us, estimated"
 _MOST_PROGRAMS = 32  # the last ones that are kept
 
 
@@ -137,6 +139,12 @@ class Entry:
     def us(self, candidate: Candidate | None) -> float | None:
         """The measured microseconds of a candidate."""
         return next((m.us for m in self.measurements if m.candidate == candidate), None)
+
+    @property
+    def estimated_xla_us(self) -> float | None:
+        """XLA's estimated microseconds, where it was not timed since it is far slower; None otherwise."""
+        found = self.metadata.get(XLA_ESTIMATE)
+        return float(found) if _is_time(found) and self.us(XLA) is None else None
 
     @property
     def regret(self) -> float | None:
@@ -271,7 +279,11 @@ def _measurement_from(op: str, data: Any) -> Measurement:
         return Measurement(candidate, None, error)
     if error is not None:
         raise InvalidEntry(f"measurement {data!r}; accepted: us or an error")
-    # True is an int, and an integer in JSON may be larger than all floats.
-    if isinstance(us, int | float) and not isinstance(us, bool) and 0 < us <= sys.float_info.max:
+    if _is_time(us):
         return Measurement(candidate, float(us))
     raise InvalidEntry(f"us {us!r}; accepted: a finite number above 0")
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    """Whether a value in a file is a number above 0. True is an int, and an integer may be larger than all floats."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

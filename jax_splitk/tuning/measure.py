@@ -21,7 +21,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime import compiler, execute, stopwatch
 from jax_splitk.runtime.plan import DevicePlan
-from jax_splitk.tuning import device, searches, watch
+from jax_splitk.tuning import certainty, device, searches, watch
 from jax_splitk.tuning.check import Check
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Measurement
@@ -218,10 +218,11 @@ class Bench:
         """Whether XLA has chosen its kernels for the problem. If not, it chooses now, for the next problems as well."""
         if self.platform != "cuda":
             return False
+        keys = [key for key, _ in (*list(searches.state.running), *list(searches.state.queue))]
+        following = [key.problem for key in keys if certainty.may_be_near_xla(key.problem, key.target)]
         with self._device():
             started = time.monotonic()
             try:
-                following = [key.problem for key, _ in (*list(searches.state.running), *list(searches.state.queue))]
                 return device.state.let_xla_choose(self.problem, following, WITHOUT_GRAPHS)
             finally:
                 self.waited += time.monotonic() - started

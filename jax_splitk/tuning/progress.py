@@ -69,11 +69,12 @@ class Run:
             self._bar.set_postfix_str(str(key.problem), refresh=False)
         self.tick()
 
-    def best(self, us: float, xla_us: float) -> None:
-        """Notes the time of our fastest candidate so far, and XLA's; `tick` shows them."""
+    def best(self, us: float, xla_us: float | None) -> None:
+        """Notes the time of our fastest candidate so far, and XLA's if it is timed; `tick` shows them."""
         bar, key = self._bar, self._key  # another thread may remove them
         if bar is not None and key is not None:
-            bar.set_postfix_str(f"best {us:.1f} us, XLA {xla_us:.1f} us: {key.problem}", refresh=False)
+            xlas = "" if xla_us is None else f", XLA {xla_us:.1f} us"
+            bar.set_postfix_str(f"best {us:.1f} us{xlas}: {key.problem}", refresh=False)
 
     def tick(self) -> None:
         """Moves the bar to the present state."""
@@ -129,8 +130,8 @@ def _bars() -> types.ModuleType:
 
 
 def _sum(of: str, counted: Iterable[tuple[int, Entry]]) -> str:
-    """The time of operations, one after the other, and the gain over XLA."""
-    rows = [(count, entry.us(entry.choice), entry.us(XLA)) for count, entry in counted]
+    """The time of operations, one after the other, and the gain over XLA, whose time may be estimated."""
+    rows = [(count, entry.us(entry.choice), entry.us(XLA) or entry.estimated_xla_us) for count, entry in counted]
     timed = [(count, count * us, count * xla_us) for count, us, xla_us in rows if us is not None and xla_us is not None]
     operations, us, xla_us = (sum(column) for column in zip(*timed, strict=True)) if timed else (0, 0.0, 0.0)
     said = f"{of.format(operations)}{us:.1f} us, XLA {xla_us:.1f} us, predicted {gain(us, xla_us) if timed else ''}"
@@ -172,7 +173,7 @@ class Progress:
             del self._open[key]
             run.end()
 
-    def best(self, key: Key, us: float, xla_us: float) -> None:
+    def best(self, key: Key, us: float, xla_us: float | None) -> None:
         """Calls `Run.best` of the run with this key, if one is open; the search may be in any thread."""
         if (run := self._open.get(key)) is not None:
             run.best(us, xla_us)

@@ -87,8 +87,8 @@ class TuningResult:
     def __str__(self) -> str:
         lines = []
         for key, entry in self.entries:
-            ours, xla = entry.us(entry.choice), entry.us(XLA)
-            times = ", ".join(f"{name} {us:.1f} us" for name, us in (("chosen", ours), ("XLA", xla)) if us is not None)
+            named = ("chosen", entry.us(entry.choice)), ("XLA", entry.us(XLA)), ("XLA about", entry.estimated_xla_us)
+            times = ", ".join(f"{name} {us:.1f} us" for name, us in named if us is not None)
             lines.append(f"{key.problem}: {entry.choice} ({times})")
         return "\n".join(lines)
 

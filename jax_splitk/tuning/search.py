@@ -1,4 +1,5 @@
-"""The search: rank candidates by the cost model, time the best few, refine around the winner, race XLA.
+"""The search: rank candidates by the cost model, time the best few, refine around the winner, race XLA. XLA is left
+out where the estimates are sure that it is far slower: to time it takes most of such a search's seconds.
 
 Successive halving over the ranked candidates is followed by a local search over the family's neighbouring configs.
 CUTLASS's maintainers advise to tune weight gradients in the order of the ranking: tile shapes first, then the number of
@@ -24,7 +25,7 @@ from jax_splitk.problems.operations import OPERATIONS
 from jax_splitk.runtime.cores import usable_cores
 from jax_splitk.tuning import certainty, device, model, searches
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.entry import XLA_ESTIMATE, Entry, Measurement
 from jax_splitk.tuning.flips import NOISE
 from jax_splitk.tuning.key import Key
 from jax_splitk.tuning.measure import DEVICE_ROUNDS, Bench, Contestant, compile_ahead
@@ -104,7 +105,7 @@ class Search:
 
     Attributes:
       bench: where the candidates run; None before it is set up.
-      xla: XLA's contestant, once it has run.
+      xla: XLA's contestant, once it has run; None also where XLA is left out, since it is far slower.
       contestants: our candidates that compiled and computed the right result.
       failures: our candidates that did not.
       tried: all candidates that were prepared.
@@ -118,6 +119,7 @@ class Search:
         self.key = key
         ranking = predicted(key, workspace_limit)
         self.ranking = [candidate for _, candidate in ranking]
+        self._predicted_seconds = ranking[0][0] if ranking else math.inf
         self.bench: Bench | None = None
         self.xla: Contestant | None = None
         self.contestants: list[Contestant] = []
@@ -145,13 +147,14 @@ class Search:
         """Searches. Raises RuntimeError if XLA cannot compute the problem, `GivenUp` if the search is given up."""
         with jax.default_device(jax.local_devices()[0]):
             first = self._first_candidates()
-            bench, xla = self._start(first)
+            bench = self._start(first)
             taken = self._prepare_first(bench, first)
-            self._screen(bench, [xla, *self.contestants])
+            self._screen(bench, self._started_ones())
             self._tell()
             self._refine(bench, taken)
-            finalists = self._time_finalists(bench, xla)
-        if xla.error is not None and not (self._lacks_memory and self.contestants):
+            finalists = self._time_finalists(bench)
+        xla = self.xla
+        if xla is not None and xla.error is not None and not (self._lacks_memory and self.contestants):
             if not self._took_the_context(xla):
                 raise RuntimeError(f"XLA cannot compute it: {xla.error}")
             _logger.warning(
@@ -162,8 +165,8 @@ class Search:
         if device.state.poisoned_by == self.key.problem:
             device.state.poisoned_by = None  # the device works although a candidate failed
         working = self._steady(bench, _working(finalists))
-        entry = self._entry(decide(working, xla, self._predicted).candidate, self.contestants)
-        times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA))
+        entry = self._entry(decide(working, xla, self._predicted), self.contestants)
+        times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA) or "far more")
         _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
         return entry
 
@@ -186,21 +189,40 @@ class Search:
         held = [c for c in (self._old.choice, *again) if c != XLA and _is_allowed(c, self.key, self._limit)]
         return list(dict.fromkeys([*self._first[:1], *held, *self._first]))
 
-    def _start(self, first: list[Candidate]) -> tuple[Bench, Contestant]:
-        """The bench, and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels."""
+    def _start(self, first: list[Candidate]) -> Bench:
+        """The bench, and XLA on it, while the first candidates compile: XLA takes seconds to choose cuDNN's kernels.
+        XLA waits where it is far slower than what the models predict of ours."""
         bench = self.bench = Bench(self.key.problem, self.key.target.platform, self.given_up)
+        if self._far_slower_xla(self._predicted_seconds) is not None:
+            return bench
         with concurrent.futures.ThreadPoolExecutor(1) as meanwhile:
             meanwhile.submit(self._compile, bench, first[: self._at_once])
-            prepared, failed = bench.prepare([XLA])
+            xla = self._prepare_xla(bench)
+        if xla.error is not None and not self._lacks_memory:
+            raise RuntimeError(f"XLA cannot compute it: {xla.error}")
+        return bench
+
+    def _far_slower_xla(self, seconds: float) -> float | None:
+        """XLA's seconds by the estimate, where it is far slower than a kernel of ours that takes `seconds`."""
+        return certainty.far_slower_xla(seconds, self.key.problem, self.key.target)
+
+    def _prepare_xla(self, bench: Bench) -> Contestant:
+        """XLA's contestant, with an error if it cannot run."""
+        prepared, failed = bench.prepare([XLA])
         if prepared:
-            (self.xla,) = prepared
-            return bench, self.xla
-        error = str(failed[0].error)
-        if not _lacks_memory(error):
-            raise RuntimeError(f"XLA cannot compute it: {error}")
-        self.failures += failed  # it takes more memory than there is, which ours may not
-        self._lacks_memory, self.xla = True, Contestant(XLA, lambda: None, error=error)
-        return bench, self.xla
+            (xla,) = prepared
+        else:
+            error = str(failed[0].error)
+            self._lacks_memory = _lacks_memory(error)
+            if self._lacks_memory:
+                self.failures += failed  # it takes more memory than there is, which ours may not
+            xla = Contestant(XLA, lambda: None, error=error)
+        self.xla = xla
+        return xla
+
+    def _started_ones(self) -> list[Contestant]:
+        """XLA, unless it waits or is left out, and our contestants."""
+        return [c for c in (self.xla, *self.contestants) if c is not None]
 
     def _compile(self, bench: Bench, candidates: list[Candidate]) -> None:
         started = time.monotonic()
@@ -230,7 +252,7 @@ class Search:
         """Begins to compile the neighbours of the fastest candidate so far, while others of the first round are
         prepared and timed. Only device code takes long to compile."""
         if self.key.target.platform == "cuda":
-            self._screen(bench, [c for c in (self.xla, *self.contestants) if c is not None])
+            self._screen(bench, self._started_ones())
             if (best := _fastest(_working(self.contestants))) is not None and self._may_be_beaten(best):
                 compile_ahead(self.key.problem, self._neighbours(best.candidate))
 
@@ -270,8 +292,9 @@ class Search:
 
     def _tell(self) -> None:
         """Shows the user how far the search is."""
-        if self.xla is not None and self.xla.error is None and self.contestants:
-            searches.state.progress.best(self.key, _fastest(self.contestants).us, self.xla.us)
+        if self.contestants and (self.xla is None or self.xla.error is None):
+            xla_us = None if self.xla is None else self.xla.us
+            searches.state.progress.best(self.key, _fastest(self.contestants).us, xla_us)
 
     def _neighbours(self, candidate: Candidate) -> list[Candidate]:
         family, problem, target = candidate.family, self.key.problem, self.key.target
@@ -282,9 +305,24 @@ class Search:
         own, *seconds = family.estimates(problem, [candidate.config, *(c.config for c in allowed)], target)
         return [c for c, each in zip(allowed, seconds, strict=True) if each <= SLOWER_STEP * own]
 
-    def _time_finalists(self, bench: Bench, xla: Contestant) -> list[Contestant]:
+    def _time_finalists(self, bench: Bench) -> list[Contestant]:
         """Times the fastest candidates and XLA once more, in turns, on the device where possible. By the wall clock
-        only these times count, since the earlier ones were not all taken side by side."""
+        only these times count, since the earlier ones were not all taken side by side. XLA is left out where it is far
+        slower than the fastest candidate, and takes part after all if no candidate works."""
+        if self.xla is None and self._far_slower_xla(self._fastest_seconds()) is None:
+            self._screen(bench, [self._prepare_xla(bench)])
+        finalists = self._time_in_turns(bench, self.xla)
+        if self.xla is None and not _working(finalists):
+            self._screen(bench, [self._prepare_xla(bench)])
+        return finalists
+
+    def _fastest_seconds(self) -> float:
+        """The time of our fastest contestant; infinite if none works."""
+        best = _fastest(_working(self.contestants))
+        return math.inf if best is None else best.us * 1e-6
+
+    def _time_in_turns(self, bench: Bench, xla: Contestant | None) -> list[Contestant]:
+        """The finalists, timed beside XLA, if it is given."""
         working = sorted(_working(self.contestants), key=lambda c: c.us)
         # The model's own choice takes part, since the others are compared with it and its regret is reported. The
         # choice of an earlier search takes part, too.
@@ -292,12 +330,13 @@ class Search:
         near = [c for c in working[:FINALISTS] if not c.device_times or c.us <= FINALIST * working[0].us]
         finalists = near + [c for c in working[len(near) :] if c.candidate in asked]
         rounds = DEVICE_ROUNDS if self._now() < self._last else LATE_ROUNDS
-        failed = xla.error is not None and not self._lacks_memory
-        if failed or not bench.time_on_device(_working([*finalists, xla]), rounds):
-            bench.time_again([*finalists, xla], 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
+        every = finalists if xla is None else [*finalists, xla]
+        failed = xla is not None and xla.error is not None and not self._lacks_memory
+        if failed or not bench.time_on_device(_working(every), rounds):
+            bench.time_again(every, 8, max(self._deadline + bench.waited, time.monotonic() + 0.5))
         elif self._now() < self._last and self._is_unclear(_working(finalists)):
             fastest = _fastest(_working(finalists))
-            near = [c for c in _working([*finalists, xla]) if c.us <= FINALIST * fastest.us]
+            near = [c for c in _working(every) if c.us <= FINALIST * fastest.us]
             if bench.time_on_device(near, UNCLEAR_ROUNDS):
                 return [c for c in near if c is not xla]
         return finalists
@@ -332,19 +371,20 @@ class Search:
     def entry_without(self, stuck: Candidate) -> Entry:
         """The entry while a candidate does not come back. Raises RuntimeError if that is XLA."""
         error = f"it did not come back within {STUCK_SECONDS} s"
-        if self.xla is None or stuck == XLA:
+        if stuck == XLA:
             raise RuntimeError(f"XLA cannot compute it: {error}")
         self.failures.append(Measurement(stuck, None, error))
         timed = [c for c in self.contestants if c.is_timed and c.error is None and c.candidate != stuck]
-        choice = decide(timed, self.xla, self._predicted) if self.xla.is_timed else self.xla
-        return self._entry(choice.candidate, timed)
+        if self.xla is not None and not self.xla.is_timed:
+            return self._entry(XLA, timed)
+        return self._entry(decide(timed, self.xla, self._predicted), timed)
 
     def unfinished(self) -> Entry | None:
         """The measurements until now, as an entry that spares no search; None before there are any."""
         timed = [c for c in list(self.contestants) if c.is_timed and c.error is None]
-        if self.xla is None or not self.xla.is_timed or not timed:
+        if not timed or (self.xla is not None and not self.xla.is_timed):
             return None
-        choice = decide(timed, self.xla, self._predicted).candidate
+        choice = decide(timed, self.xla, self._predicted)
         return dataclasses.replace(self._entry(choice, timed), workspace_limit_bytes=0)
 
     def _entry(self, choice: Candidate, contestants: list[Contestant]) -> Entry:
@@ -353,8 +393,10 @@ class Search:
             timed.insert(0, self.xla)
         measured = (Measurement(c.candidate, None if c.error else round(float(c.us), 3), c.error) for c in timed)
         measurements = (*measured, *self.failures)
-        by_events = self.xla is not None and bool(self.xla.device_times)
+        by_events = any(c.device_times for c in self._started_ones())
         metadata = _metadata(time.monotonic() - self._started, len(self.tried), by_events)
+        if self.xla is None and (seconds := self._far_slower_xla(self._fastest_seconds())) is not None:
+            metadata[XLA_ESTIMATE] = round(seconds * 1e6, 3)
         return Entry.of(self.key, choice, measurements, self._predicted, metadata, self._limit)
 
 
@@ -404,8 +446,8 @@ def _fastest(contestants: list[Contestant]) -> Contestant | Any:
     return min(contestants, key=lambda c: c.us, default=None)
 
 
-def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | None) -> Contestant:
-    """The winner among the finalists and XLA.
+def decide(finalists: list[Contestant], xla: Contestant | None, predicted: Candidate | None) -> Candidate:
+    """The winner among the finalists and XLA; XLA without a contestant of its own is slower than all.
 
     The fastest of our candidates competes with XLA, or the model's own choice, if that is within the noise of the
     fastest, and faster than XLA by more than the noise. Device times are compared as they are. By the wall clock XLA
@@ -414,14 +456,14 @@ def decide(finalists: list[Contestant], xla: Contestant, predicted: Candidate | 
     """
     best = _fastest(finalists)
     if best is None:
-        return xla
+        return XLA
+    xla_us = math.inf if xla is None else xla.us
     for contestant in finalists:
-        is_safe = contestant.us < xla.us * (1 - NOISE)
+        is_safe = contestant.us < xla_us * (1 - NOISE)
         if contestant.candidate == predicted and is_safe and not _beats(best, contestant):
             best = contestant
-    if xla.device_times and best.device_times:
-        return xla if xla.us < best.us else best
-    return xla if xla.us < best.us * (1 - NOISE) else best
+    noise = 0.0 if xla is not None and xla.device_times and best.device_times else NOISE
+    return XLA if xla_us < best.us * (1 - noise) else best.candidate
 
 
 def _beats(challenger: Contestant, holder: Contestant) -> bool:

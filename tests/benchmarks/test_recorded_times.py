@@ -19,7 +19,7 @@ from jax_splitk.kernels import catalogue
 from jax_splitk.kernels.tf32 import wgrad as tf32
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
-from jax_splitk.tuning import table
+from jax_splitk.tuning import certainty, table
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
@@ -87,6 +87,18 @@ def test_few_problems_that_ours_win_are_left_to_xla(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(table, "FOLDER", tmp_path)
     left = [r.problem for r in rows if select(r.problem, DEFAULT_CUDA, Options()).candidate == XLA]
     assert len(rows) > 150 and len(left) <= LEFT * len(rows), left
+
+
+def test_no_search_that_leaves_xla_out_loses_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA is far slower on these problems."""
+    monkeypatch.setattr(certainty, "_jaxlib", lambda: certainty._FITTED_JAXLIB)
+    timed = [(record, min(record.times().values(), default=0.0)) for record in recorded() if record.xla_us]
+    gains = [
+        record.xla_us / us
+        for record, us in timed
+        if us and certainty.far_slower_xla(us * 1e-6, record.problem, record.target) is not None
+    ]
+    assert len(gains) > 1500 and min(gains) > 1.3, (len(gains), min(gains))
 
 
 # ---- what is the best somewhere --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jax_splitk.tuning import certainty, table
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.options import Options
 from jax_splitk.tuning.select import select
-from tests.tuning_cache import random_key
+from tests.tuning_cache import CPU, random_key
 
 SUITES = {str(r.problem): r.problem for r in records.shipped(DEFAULT_CUDA)}
 LONG = next(p for p in SUITES.values() if "8x56x56x64 g 8x56x56x64 kernel 3x3" in str(p))
@@ -84,3 +84,22 @@ def test_every_operations_problems_have_features(op: str) -> None:
     for family in kernels.families(op):
         assert family.uncertainty(key.problem, DEFAULT_CUDA) > 0
     assert xla.features(key.problem, DEFAULT_CUDA).floor > 0
+
+
+def test_xla_is_far_slower_only_where_the_estimate_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_xla = xla.Estimate(100e-6, 0.4)
+    monkeypatch.setattr(xla, "estimate", lambda problem, target: of_xla)
+    monkeypatch.setattr(certainty, "_jaxlib", lambda: certainty._FITTED_JAXLIB)
+    bound = 100e-6 / (certainty._FAR * math.exp(certainty._FAR_DEVIATIONS * 0.4))
+    assert certainty.far_slower_xla(bound * 0.99, LONG, DEFAULT_CUDA) == of_xla.seconds
+    assert certainty.far_slower_xla(bound * 1.01, LONG, DEFAULT_CUDA) is None
+    unknown = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA GH200 480GB")
+    assert certainty.far_slower_xla(1e-9, LONG, unknown) is None
+    assert certainty.far_slower_xla(1e-9, LONG, CPU) is None
+    for op in ("ragged_dot", "quantized_ragged_dot", "quantized_matmul_transposed"):  # never compared with XLA's times
+        problem = random_key(np.random.default_rng(0), DEFAULT_CUDA, op).problem
+        assert certainty.far_slower_xla(1e-9, problem, DEFAULT_CUDA) is None
+    monkeypatch.setattr(certainty, "_jaxlib", lambda: (99, 0))
+    assert certainty.far_slower_xla(1e-9, LONG, DEFAULT_CUDA) is None
+    monkeypatch.setattr(xla, "estimate", lambda problem, target: None)
+    assert certainty.far_slower_xla(1e-9, LONG, DEFAULT_CUDA) is None

@@ -1,6 +1,8 @@
 """The search with scripted times: what may win, what ends it, what an old entry is worth, and its budget."""
 
 import contextlib
+import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,14 +15,15 @@ from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.problems.conv_wgrad import ConvWgradProblem
 from jax_splitk.runtime import compiler, outcome, toolchain
 from jax_splitk.runtime.target import DEFAULT_CUDA
-from jax_splitk.tuning import device, entry, measure, search, searches, select, store, tuner
+from jax_splitk.tuning import certainty, device, entry, measure, search, searches, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.entry import Entry, Measurement
 from jax_splitk.tuning.key import Key, key_for
 from jax_splitk.tuning.measure import Bench, Contestant
 from jax_splitk.tuning.options import Options
+from jax_splitk.tuning.result import TuningResult
 from tests.problems import generator, seeded
-from tests.tuning_cache import CPU, TINY, key_of, random_tiny
+from tests.tuning_cache import CPU, HUGE, TINY, key_of, random_tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -98,6 +101,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Candidate],
                 if XLA in candidates:
                     assert script.ahead.wait(60)  # so that the two move the clock one after the other
                     script.clock.now += script.xla_seconds
+                else:
+                    script.ahead.set()
                 script.prepared += candidates
                 script.compile(candidates)
                 script.clock.now += script.wait_seconds
@@ -585,3 +590,75 @@ def test_an_illegal_measurement_of_an_old_entry_cannot_win(scripted: Any) -> Non
     found = tuner.tune(key, old=entry.loads(text, key))
     assert illegal not in script.prepared
     assert found.choice != illegal
+
+
+# ---- XLA is left out where it is far slower --------------------------------------------------------------------------
+
+
+def far_slower(monkeypatch: pytest.MonkeyPatch, than: Callable[[float], bool]) -> None:
+    """XLA takes a second by the estimates, and is far slower than a kernel whose seconds `than` accepts."""
+    monkeypatch.setattr(certainty, "far_slower_xla", lambda seconds, *_: 1.0 if than(seconds) else None)
+
+
+def test_xla_is_left_out_where_it_is_far_slower(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = wide(generator(31))
+    far_slower(monkeypatch, lambda seconds: seconds < 0.1)
+    best = search.ranked(key)[1]
+    script = scripted(lambda c: 100.0 if c == best else 200.0)
+    found = tuner.tune(key)
+    assert XLA not in script.prepared
+    assert (found.choice, found.us(XLA), found.estimated_xla_us) == (best, None, 1e6)
+    assert entry.loads(found.dumps(), key) == found
+    store.save(found)
+    assert select.select(key.problem, CPU, Options()).why == "user cache: 100.0 us"
+    (shown,) = [line for line in str(TuningResult(((key, found),))).splitlines() if str(best) in line]
+    assert shown.endswith("(chosen 100.0 us, XLA about 1000000.0 us)")
+    timed = dataclasses.replace(found, evidence={**found.evidence, "measurements": [Measurement(XLA, 7.0).as_dict()]})
+    assert entry.merge(timed, found).estimated_xla_us is None  # an earlier search timed it
+    for damaged in ("7", True, -1.0, float("nan"), HUGE, None):
+        metadata = {**found.metadata, entry.XLA_ESTIMATE: damaged}
+        assert dataclasses.replace(found, evidence={**found.evidence, "metadata": metadata}).estimated_xla_us is None
+
+
+@pytest.mark.parametrize("xla_us", [50.0, 500.0])
+def test_xla_takes_part_where_ours_are_slower_than_predicted(
+    xla_us: float, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = wide(generator(32))
+    predicted, candidate = search.predicted(key)[0]
+    far_slower(monkeypatch, lambda seconds: seconds == predicted)
+    script = scripted(lambda c: xla_us if c == XLA else 100.0 if c == candidate else 200.0)
+    found = tuner.tune(key)
+    assert script.prepared[-1] == XLA
+    assert (found.choice, found.us(XLA)) == (XLA if xla_us < 100 else candidate, xla_us)
+    assert found.estimated_xla_us is None
+
+
+def test_xla_takes_part_where_none_of_ours_works(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = wide(generator(33))
+    far_slower(monkeypatch, math.isfinite)
+    script = scripted(lambda c: 100.0)
+    script.broken = dict.fromkeys(search.ranked(key), "scripted")
+    found = tuner.tune(key)
+    assert (found.choice, found.us(XLA), found.estimated_xla_us) == (XLA, 100.0, None)
+    # And where one of them took the device with it.
+    script = scripted(lambda c: 100.0)
+    script.late, script.fatal = dict.fromkeys(search.ranked(key), 1), "CUDA_ERROR_ILLEGAL_ADDRESS: scripted"
+    assert tuner.tune(key).choice == XLA
+    assert "the device fails since a candidate did" in caplog.text
+
+
+def test_a_candidate_that_does_not_come_back_loses_where_xla_is_left_out(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = wide(generator(34))
+    far_slower(monkeypatch, lambda seconds: seconds < 0.1)
+    bad, best = search.ranked(key)[:2]
+    script = scripted(lambda c: 200.0 if c == best else 300.0)
+    script.stuck[bad] = threading.Event()
+    assert tuner.tune(key).choice == best
+    (left,) = searches.state.abandoned
+    script.stuck.pop(bad).set()
+    left.thread.join(10)

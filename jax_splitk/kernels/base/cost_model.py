@@ -118,6 +118,11 @@ def _owner(platform: str, device_kind: str) -> str:
     return device_kind if path_for(device_kind).is_file() else _DEFAULTS.get(platform, _DEFAULTS["cuda"])
 
 
+def has_rates(target: Target) -> bool:
+    """Whether a target is a GPU whose own rates were measured."""
+    return target.platform == "cuda" and path_for(target.device_kind).is_file()
+
+
 @functools.cache
 def rates(platform: str, device_kind: str) -> Any:
     """A GPU's `Rates`, or a CPU's `HostRates`. Raises ValueError for a damaged file of the package."""

@@ -134,6 +134,11 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
     return found
 
 
+def is_fitted(problem: Problem) -> bool:
+    """Whether an estimate comes from measured times of XLA's operation, with or without an epilogue."""
+    return not isinstance(problem, RaggedDotProblem | QuantizedRaggedDotProblem | QuantizedTransposedProblem)
+
+
 def _by_trees(of: Learned, problem: Problem, target: Target) -> Estimate | None:
     """None for a problem that is unlike all that the fit has seen."""
     # The trees see the problem as on the default device; the estimate then follows the device's own rates.
