@@ -21,7 +21,7 @@
 
 namespace jax_splitk {
 
-// Constants of the workspace formula; jax_splitk/kernels/host.py has the same.
+// Constants of the workspace formula; jax_splitk/kernels/base/host.py has the same.
 constexpr int64_t kAlign = 64;     // bytes
 constexpr int64_t kMaxSlots = 64;  // most threads that work on one call
 constexpr int64_t kMaxSplits = 256;

@@ -13,7 +13,7 @@ namespace jax_splitk {
 XLA_FFI_DECLARE_HANDLER_SYMBOL(StopwatchStart);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(StopwatchStop);
 
-// The last measurement, which the GPU has finished.
+// A finished measurement.
 struct Lap {
   double microseconds;
   bool held;  // whether the stream was held until all was enqueued; else pauses of the host may count

@@ -65,7 +65,7 @@ def einsum(
 
 
 def stand_in(kernel: Any) -> jax.Array:
-    """A number of the dtype with which a quantized kernel counts where a layer promotes dtypes: that of its scales."""
+    """A number that stands for a quantized kernel where a layer promotes dtypes. It has the dtype of the scales."""
     return jnp.zeros((), unwrapped(kernel).dtype)
 
 

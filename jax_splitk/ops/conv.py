@@ -194,7 +194,7 @@ def conv_dgrad(
     """The gradient of a convolution with respect to its input (its "lhs"): with strides, a transposed convolution.
 
     For `out = lax.conv_general_dilated(lhs, rhs, ...)` and a cotangent `g` of `out` it computes the cotangent of
-    `lhs`. Its own cotangents are `conv_fprop` and `conv_wgrad`. Works under the transformations that `conv_wgrad` works
+    `lhs`. Its own gradients are `conv_fprop` and `conv_wgrad`. Works under the transformations that `conv_wgrad` works
     under.
 
     Args:

@@ -139,7 +139,8 @@ __device__ inline void store_part(const Args& g, const Part& part, uint32_t from
 
 __device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, Output* out,
                                    [[maybe_unused]] const Finisher& finisher) {
-  // Behind the results, in what is left of the bytes that the alignment of the stages may take.
+  // These follow the results. The launch asks for more shared memory than stages and results need, so that
+  // the stages can be aligned; the rows fit in what the alignment leaves.
   int* rows = reinterpret_cast<int*>(shared_pointer(results + TEAMS * PACKED_BYTES));
   for_tiles(g, [&](const Tile& tile, int turn) {
     const Part part(g, tile, threadIdx.x - 32);

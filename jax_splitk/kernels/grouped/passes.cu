@@ -18,8 +18,8 @@
 // finite computes these anew, without the MMA.
 //
 // Roles: the last warp is the producer (one thread issues TMA), the others are consumers. `empty` has an
-// arrival of each of these after its last ldmatrix. RESIDENT: a warp has its weights in registers, from a
-// copy in shared memory of what lies in memory. If not, they are in shared memory, in the order of registers.
+// arrival of each of these after its last ldmatrix. RESIDENT: a warp copies its weights to shared
+// memory and then holds them in registers. If not, they stay in shared memory, in the order of registers.
 //
 // Results go through shared memory, in whole rows of the block's channels: a warp's own stores would touch 32
 // bytes of many lines. Consumers meet once a block of rows; there are RESULTS sets of results. STORED: TMA
@@ -205,7 +205,7 @@ __device__ inline void load_weights(const TensorMap& w_map, uint64_t* full, uint
   }
 }
 
-// A lane's registers of those, of a tap, a unit of the block's output and one of its bundle's input.
+// The weights of a lane at one tap, between a unit of the block's output and a unit of its bundle's input.
 __device__ inline Weights loaded_weights(uint32_t weights, int tap, int unit, int in_unit) {
   const int lane = threadIdx.x % 32;
   // Lanes 8i to 8i + 7 have the rows of register i: half i / 2 of the output, i % 2 of the input.

@@ -100,8 +100,8 @@ using Ring = Pipeline<STAGES, 1, WARPS>;
 
 // ---- producer ---------------------------------------------------------------------------------------------
 
-// Loads `tiles` tiles from `tile` on: the FIRST ones, into stages that need not be waited for, or those
-// after.
+// Loads `tiles` tiles from `tile` on. The FIRST tiles fill stages that nobody has used yet; later tiles wait
+// until their stage is free.
 template <bool FIRST>
 __device__ inline void produce(const TensorMap& x_map, const TensorMap& dy_map, const Args& g,
                                uint32_t stages, Ring& pipeline, Channels channels, Tile tile, int tiles) {

@@ -71,7 +71,7 @@ struct Reader : Consumer {
   }
 };
 
-// Four words of each of the two lanes that a lane takes from.
+// Loads the words of two neighbouring lanes, four of each, from shared memory.
 template <int COUNT>
 __device__ inline void load_two_lanes(uint32_t address, uint32_t (&words)[2][COUNT], int first) {
 #pragma unroll

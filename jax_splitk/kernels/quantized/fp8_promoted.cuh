@@ -21,8 +21,9 @@ constexpr int PART_LOADS = WORDS == 1 ? 1 : PART_STEPS;
 
 static_assert(GROUP_K % PERIOD == 0, "one scale for a period");
 
-// Adds sums of a chunk, which have retired. All columns of a row before the other row's: what is as scarce as
-// tensor cores here are reads of registers, and instructions in a row with the same scale read it once.
+// Adds sums of a chunk, whose products have retired. It takes all columns of one row, then those of the
+// other: consecutive instructions that have the same scale read its register once, and reads of registers are
+// as scarce here as tensor cores.
 __device__ inline void promote(Accumulator& sum, const float2& scale, TileSums& acc, int chunk) {
   fence(sum);
 #pragma unroll

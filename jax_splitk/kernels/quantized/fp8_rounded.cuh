@@ -152,7 +152,8 @@ __device__ inline void add_blocks(Reader& in, int blocks, RoundedTile& tile, con
         if (--blocks > 0) in.wait_full();
       }
       if (half == 0 || blocks > 0) tile.load(in, 1 - half, rounding);
-      // The other half's fragments are free and, in the second block and later, the stage before this one.
+      // The products of the half before have retired. Their fragments can be overwritten, and after a block's
+      // second half its stage can be filled again.
       wait_batches<1>();
       if (half == 0) in.release();
     }

@@ -258,8 +258,8 @@ class Tiled(tiles.TileFamily[Config]):
         return plan.TiledMap(buffer, _operand_dtype(problem), dims, strides, box=(64, config.tile_n))
 
     def prepare(self, problem: QuantizedMatmulProblem, config: Config, workspace: int) -> tiles.Prepared:
-        """The main kernel's parameters zero points and sums of x, and the kernel that prepares x and these sums, if
-        there is one."""
+        """Two parameters of the main kernel, zero points and sums of x; and the launch that prepares x and its sums, or
+        none."""
         sums = plan.Pointer(workspace, copy_bytes(problem))
         operands = (dequantize.zero_pointer(problem), sums)
         if not _prepared(problem, config.tile_n):

@@ -533,7 +533,7 @@ __device__ inline void add_slots(const Schedule& g, int before, int range_blocks
   float v[8] = {};
 #pragma unroll 4
   for (int range = first; range <= last; ++range) {
-    // A range begins with slot 0; if it began in an earlier tile, this is its second piece that is not whole.
+    // A range has two slots: one for the tile in which it begins, one for the tile in which it ends.
     const int slot = 2 * range + (range * range_blocks < first_unit);
     const float4* from = slot_of(partials, slot, rank, warpgroup) + chunk * 2 * SLOT_CHUNK + threadIdx.x;
     add(v, __ldcg(from), __ldcg(from + SLOT_CHUNK));

@@ -231,7 +231,7 @@ __device__ inline Places places_of(int warpgroup) {
   return places;
 }
 
-// The output column of a thread's pixel of a half, and the address of its two channels in the line at `x`.
+// A thread's pixel of half a step: its output column, and the address of its two channels.
 struct Place {
   int q;
   uint32_t at;
