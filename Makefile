@@ -10,7 +10,7 @@ SOURCES = pyproject.toml ffi/CMakeLists.txt $(wildcard ffi/*.cc ffi/*.h)
 # Bytecode is kept even where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes of Python.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo demo-quantized test test-all docs notebooks package release lint bench clean python
+.PHONY: demo demo-quantized test test-all installed docs notebooks package release lint bench clean python
 
 demo: $(VENV)/demo
 	@echo "== examples/digits.py: a network learns digits with jax_splitk's weight gradients"
@@ -28,6 +28,9 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(PYTEST)
+
+# What the tests need, without a run of them.
+installed: $(VENV)/installed
 
 # The documentation, as HTML in build/site; a warning is an error.
 docs: $(VENV)/docs

@@ -5,6 +5,7 @@ import datetime
 import functools
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
@@ -160,7 +161,8 @@ class Entry:
 
     def best(self, workspace_limit: int, implementation: str | None = None) -> Candidate | None:
         """The choice, if it fits the limit and is of the implementation; else the fastest measured candidate that does.
-        None if no kernel does: XLA's time alone decides nothing then."""
+        None if no kernel does, or only one that is slower than XLA by the estimate: XLA's time alone decides nothing
+        then."""
 
         def fits(candidate: Candidate) -> bool:
             asked = implementation is None or candidate.implementation == implementation
@@ -168,7 +170,8 @@ class Entry:
 
         if fits(self.choice):
             return self.choice
-        timed = sorted((m for m in self.measurements if m.us), key=lambda m: m.us or 0.0)
+        most = math.inf if implementation else self.estimated_xla_us or math.inf
+        timed = sorted((m for m in self.measurements if m.us and m.us <= most), key=lambda m: m.us or 0.0)
         legal = (m.candidate for m in timed if m.candidate.refusal(self.key.problem, self.key.target) is None)
         fitting = [candidate for candidate in legal if fits(candidate)]
         return fitting[0] if set(fitting) - {XLA} else None

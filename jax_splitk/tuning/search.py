@@ -166,8 +166,9 @@ class Search:
             device.state.poisoned_by = None  # the device works although a candidate failed
         working = self._steady(bench, _working(finalists))
         entry = self._entry(decide(working, xla, self._predicted), self.contestants)
-        times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), entry.us(XLA) or "far more")
-        _logger.info("tuned %s in %s s: %s, %s us; XLA %s us", self.key.problem, *times)
+        xlas = "was not timed" if (us := entry.us(XLA)) is None else f"{us} us"
+        times = (entry.metadata["seconds"], entry.choice, entry.us(entry.choice), xlas)
+        _logger.info("tuned %s in %s s: %s, %s us; XLA %s", self.key.problem, *times)
         return entry
 
     @property

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from benchmarks.cases import Case
 from jax_splitk.kernels.cpu import wgrad as wgrad_host
 from jax_splitk.tuning import entry, search, select, store, tuner
 from jax_splitk.tuning.choice import XLA, Candidate
-from jax_splitk.tuning.entry import Entry, Measurement
+from jax_splitk.tuning.entry import XLA_ESTIMATE, Entry, Measurement
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.options import DEFAULT_WORKSPACE_LIMIT, Options
 from tests.tuning_cache import CPU, ship
@@ -32,9 +33,14 @@ def size(candidate: Candidate) -> int:
     return wgrad_host.FAMILY.workspace_bytes(PROBLEM, candidate.config)
 
 
-def entry_of(choice: Candidate, times: dict[Candidate, float], limit: int = DEFAULT_WORKSPACE_LIMIT) -> Entry:
+def entry_of(
+    choice: Candidate,
+    times: dict[Candidate, float],
+    limit: int = DEFAULT_WORKSPACE_LIMIT,
+    metadata: Mapping[str, Any] | None = None,
+) -> Entry:
     measurements = tuple(Measurement(candidate, us) for candidate, us in times.items())
-    return Entry.of(KEY, choice, measurements, None, {}, limit)
+    return Entry.of(KEY, choice, measurements, None, metadata, limit)
 
 
 def chosen(limit: int | None = None, **how: Any) -> Any:
@@ -52,6 +58,12 @@ def test_the_fastest_that_fits_is_taken() -> None:
     assert found.best(size(SMALL) - 1) is None  # XLA is faster than a kernel that does not fit, which proves nothing
     assert entry_of(XLA, times).best(0) == XLA
     assert entry_of(LARGE, {}).best(size(LARGE) - 1) is None
+    for estimate, fits in ((6.5, None), (7.5, SMALL)):  # XLA was not timed
+        ours = {candidate: us for candidate, us in times.items() if candidate != XLA}
+        untimed = entry_of(LARGE, ours, metadata={XLA_ESTIMATE: estimate})
+        assert untimed.best(size(LARGE) - 1) == MIDDLE
+        assert untimed.best(size(MIDDLE) - 1) == fits
+        assert untimed.best(size(MIDDLE) - 1, "host") == SMALL
     store.save(found)
     assert chosen(size(LARGE) - 1).config == MIDDLE.config
     assert chosen(size(LARGE) - 1).why == "user cache: 6.0 us, XLA 6.5 us"
