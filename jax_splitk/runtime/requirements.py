@@ -38,7 +38,7 @@ def unmet_version(version: str) -> str | None:
     wrong = [
         name
         for name, has in found.items()
-        if (importlib.util.find_spec(name) is None if has is None else _numbers(has) < _numbers(OLDEST[name]))
+        if (importlib.util.find_spec(name) is None if has is None else numbers(has) < numbers(OLDEST[name]))
     ]
     if not wrong:
         return None
@@ -56,7 +56,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """(0, 10, 2) of "0.10.2.dev3"."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

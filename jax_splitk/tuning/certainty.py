@@ -1,11 +1,12 @@
 """Decisions that depend on how sure the cost models are."""
 
-import importlib.metadata
+import functools
 import math
 from collections.abc import Sequence
 
 from jax_splitk.kernels.base import cost_model, xla
 from jax_splitk.problems.problem import Problem
+from jax_splitk.runtime.requirements import installed, numbers
 from jax_splitk.runtime.target import Target
 from jax_splitk.tuning.choice import Candidate
 
@@ -21,9 +22,9 @@ DOUBT = 0.15
 _LOSS_WITHIN = 0.4
 _LOSS_TO_UNKNOWN_XLA = 0.03
 _LOSS_OF_RULE = 0.2  # where XLA is chosen without measurement, whatever the models say
-# XLA is far slower where even an estimate that is so many standard deviations too high leaves this factor. XLA's time
-# was at least 1.4 times ours on the 1,688 of 3,328 recorded problems for which that holds, on most of which the
-# estimates were fitted, and 1.5 times on 72 of 117 others.
+# XLA is surely far slower if it would take `_FAR` times our time were its estimate `_FAR_DEVIATIONS` standard
+# deviations too high. That holds for 1,688 of 3,328 recorded problems, most of which the fit has seen, and XLA took at
+# least 1.4 times our time for each; of 117 others it holds for 72, and XLA took at least 1.5 times our time.
 _FAR_DEVIATIONS, _FAR = 2.5, 1.3
 _USUAL_TIMES_FLOOR = 2.5  # of our kernels, by the rates of arithmetic and memory
 _FITTED_JAXLIB = (0, 11)  # the latest release whose XLA the estimates were compared with
@@ -78,9 +79,11 @@ def may_be_near_xla(problem: Problem, target: Target) -> bool:
     return far_slower_xla(seconds, problem, target) is None
 
 
-def _jaxlib() -> tuple[int, ...]:
-    """The major and minor version of jaxlib."""
-    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+@functools.cache
+def _jaxlib() -> tuple[float, ...]:
+    """The major and minor version of jaxlib; infinite if it has no metadata."""
+    version = installed("jaxlib")
+    return (math.inf,) if version is None else numbers(version)[:2]
 
 
 def expected_loss(candidate: Candidate, seconds: float, problem: Problem, target: Target) -> float:

@@ -312,7 +312,7 @@ class Search:
         slower than the fastest candidate, and takes part after all if no candidate works."""
         if self.xla is None and self._far_slower_xla(self._fastest_seconds()) is None:
             self._screen(bench, [self._prepare_xla(bench)])
-        finalists = self._time_in_turns(bench, self.xla)
+        finalists = self._time_in_turns(bench)
         if self.xla is None and not _working(finalists):
             self._screen(bench, [self._prepare_xla(bench)])
         return finalists
@@ -322,8 +322,9 @@ class Search:
         best = _fastest(_working(self.contestants))
         return math.inf if best is None else best.us * 1e-6
 
-    def _time_in_turns(self, bench: Bench, xla: Contestant | None) -> list[Contestant]:
-        """The finalists, timed beside XLA, if it is given."""
+    def _time_in_turns(self, bench: Bench) -> list[Contestant]:
+        """The finalists, timed beside XLA unless it is left out."""
+        xla = self.xla
         working = sorted(_working(self.contestants), key=lambda c: c.us)
         # The model's own choice takes part, since the others are compared with it and its regret is reported. The
         # choice of an earlier search takes part, too.
@@ -365,7 +366,7 @@ class Search:
         return own.us <= most * fastest.us or not _beats(fastest, own)
 
     def _took_the_context(self, xla: Contestant) -> bool:
-        """Whether XLA's operation, which had worked, fails because one of this search's candidates failed before it."""
+        """Whether XLA's operation fails because one of this search's candidates failed before it."""
         failed = bool(self.failures) or any(c.error is not None for c in self.contestants)
         return failed and device.state.poisoned_by == self.key.problem and not _lacks_memory(str(xla.error))
 

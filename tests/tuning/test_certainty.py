@@ -96,7 +96,7 @@ def test_xla_is_far_slower_only_where_the_estimate_is_sure(monkeypatch: pytest.M
     unknown = dataclasses.replace(DEFAULT_CUDA, device_kind="NVIDIA GH200 480GB")
     assert certainty.far_slower_xla(1e-9, LONG, unknown) is None
     assert certainty.far_slower_xla(1e-9, LONG, CPU) is None
-    for op in ("ragged_dot", "quantized_ragged_dot", "quantized_matmul_transposed"):  # never compared with XLA's times
+    for op in ("ragged_dot", "quantized_ragged_dot", "quantized_matmul_transposed"):  # not always fitted to XLA's times
         problem = random_key(np.random.default_rng(0), DEFAULT_CUDA, op).problem
         assert certainty.far_slower_xla(1e-9, problem, DEFAULT_CUDA) is None
     monkeypatch.setattr(certainty, "_jaxlib", lambda: (99, 0))

@@ -135,7 +135,8 @@ def estimate_by(of: Learned, problem: Problem, target: Target) -> Estimate | Non
 
 
 def is_fitted(problem: Problem) -> bool:
-    """Whether an estimate comes from measured times of XLA's operation, with or without an epilogue."""
+    """Whether the problem's estimate is a fit to times of XLA's operation, with or without an epilogue. That of a
+    grouped product is not, and that of a transposed product not always."""
     return not isinstance(problem, RaggedDotProblem | QuantizedRaggedDotProblem | QuantizedTransposedProblem)
 
 
