@@ -83,7 +83,7 @@ def fit(data: Data, shape: Shape) -> Forest:
         "bagging_fraction": 0.8,
         "bagging_freq": 1,
         "max_bin": 63,
-        "seed": 3,  # of those that were tried: with the least regret on all recorded problems
+        "seed": 19,  # of those that were tried: with the least regret on all recorded problems
         "deterministic": True,
         "force_row_wise": True,
         "num_threads": 1,

@@ -13,11 +13,12 @@
 // at one tap; B is the weight of that tap, [k][n] (MN-major, a forward pass) or [n][k] (K-major, an input
 // gradient, whose taps the host has mirrored). Blocks of the reduction are those of the channels, for one tap
 // after the other. A stage has one, or several where channels are few, so that it always has four products'
-// k; the last stage's may be missing, and are zeros. Splits take turns at the stages. WGMMA's A and B are
-// these, or with SWAP the other way round.
+// k; the last stage's may be missing, and are zeros. The last block of a tap's channels has LAST_STEPS
+// instructions, if it is a stage of its own. Splits take turns at the stages. WGMMA's A and B are these, or
+// with SWAP the other way round.
 //
-// A forward pass's weight that cannot be read MN-major is TRANSPOSED by a kernel of its own first
-// (contraction/weight.cuh).
+// A forward pass's weight that cannot be read MN-major, or with too many rows, is TRANSPOSED by a kernel of
+// its own first (contraction/weight.cuh).
 //
 // Where a stage has TAPS of a filter row, its block of A is loaded once for all of them: pixels along w are
 // those of the windows of all, so that a tap's are TAP_ROWS after those of the tap before. What they compute
@@ -35,7 +36,7 @@
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
 // A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes
 // of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's
-// columns are no multiple of four: each sum is stored by itself), SWAP, OWN_STORES (see
+// columns are no multiple of four: each sum is stored by itself), LAST_STEPS, MIXED, SWAP, OWN_STORES (see
 // contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
 // device/epilogue.cuh.
 
@@ -355,6 +356,10 @@ struct Conv : Layout {
         split(SPLIT ? blockIdx.z : 0) {}
 
   __device__ int count() const { return stages_of(g, tile.residue, split); }
+  __device__ TapBlock first_block() const {
+    int step = SPLIT ? g.splits.value : 1, first = split;
+    return {g.blocks.value, take(step, g.blocks), take(first, g.blocks)};
+  }
 
   // ---- load ----
 

@@ -10,8 +10,8 @@ zero from the dilation, and one launch computes all phases. The dilation of a fo
 way. With narrow tiles loads are the limit. So few channels get narrower rows of shared memory, with fewer zeros, and
 the taps of a filter row may share the pixels that they read: see `row_bytes` and `Config`.
 
-A forward pass's weight is contiguous along its output channels. If the main kernel cannot read it so, another kernel
-first transposes it in the workspace: see `transposes`.
+A forward pass's weight is contiguous along its output channels. If the main kernel cannot read it so, or would be much
+slower, another kernel first transposes it in the workspace: see `transposes`.
 """
 
 import dataclasses
@@ -32,8 +32,10 @@ from jax_splitk.kernels.contraction.im2col_config import (
     Config,
     block_k,
     can_persist,
+    channel_blocks,
     im2col_limits,
     is_padded,
+    last_steps,
     row_bytes,
     shared_taps,
     tile_count,
@@ -86,10 +88,6 @@ _MIN_GROUP = 24  # channels: of fewer the tensor cores' tiles, and TMA's rows, a
 _LEAST_ROW = 16  # channels of groups that are not padded
 _WEIGHT_SIDE, _WEIGHT_THREADS = 32, 256  # see contraction/weight.cuh
 _FEW_COLUMNS = 16  # see `_unmeasured`
-
-
-def _channel_blocks(problem: ConvProblem) -> int:
-    return -(-joined(problem).group_channels[0] // block_k(problem))
 
 
 def _residues(problem: ConvProblem, config: Config) -> dict[str, Field]:
@@ -286,7 +284,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
         chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
         by_tma = _is_stored_by_tma(problem, config)
-        stages = config.stage_work(each * chain, each * chain, 1)
+        stages = config.stage_work(each * chain, each * chain, 1, self.filled(problem, config))
         if kept:
             of_weight = each * chain * config.taps * config.channel_rows * ROW_BYTES
             stages["l2_bytes"] -= of_weight
@@ -303,6 +301,9 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             memory_share=min(1.0, config.workers / target.cores),
             stored_bytes=sums * (1 if config.teams > 1 else 1 + each * phases(problem) / 4),  # the last results
         )
+
+    def filled(self, problem: ConvProblem, config: Config) -> float:
+        return 1 - (1 - last_steps(problem) / _STEPS_OF_STAGE) / channel_blocks(problem)
 
     def rows(self, problem: ConvProblem, config: Config) -> float:
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
@@ -358,7 +359,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def _chains(self, problem: ConvProblem, config: Config) -> list[int]:
         """Stages of the reduction of each phase."""
-        blocks = _channel_blocks(problem) * row_bytes(problem)
+        blocks = channel_blocks(problem) * row_bytes(problem)
         return [-(-math.prod(of) * blocks // ROW_BYTES) for of in tap_counts(problem, config.taps)]
 
     def chains(self, problem: ConvProblem, config: Config) -> list[int]:
@@ -384,7 +385,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
                 "columns": Divisor.of(self._columns(problem, config)),
                 "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
-                "blocks": Divisor.of(_channel_blocks(problem)),
+                "blocks": Divisor.of(channel_blocks(problem)),
                 "a_once": int(columns == 1),
                 "b_once": int(rows == 1),
                 "residues": tuple(Divisor.of(len(axis.residues)) for axis in of),
@@ -423,6 +424,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "TRANSPOSED": int(transposes(problem)),
             "ODD": int(joined(problem).group_channels[1] % 4 > 0),
             "ROW_BYTES": row_bytes(problem),
+            "LAST_STEPS": last_steps(problem),
+            "MIXED": int(last_steps(problem) < _STEPS_OF_STAGE and channel_blocks(problem) > 1),
             **field_macros(config, "swap"),
             "PERSISTENT": int(config.workers > 0),
             "TEAMS": config.teams,
@@ -494,9 +497,14 @@ def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight
     """Lines that TMA's rows touch for a tile of `stages` stages, with all its phases: loads and stores. Rows begin at
     the first channels of groups."""
     (channels, columns), blocks = joined(problem).group_channels, stages * ROW_BYTES // row_bytes(problem)
-    lines = blocks * config.pixels * lines_of_row(channels * jnp.dtype(problem.dtype).itemsize)
+    step, of_tap, last = channels * jnp.dtype(problem.dtype).itemsize, channel_blocks(problem), last_steps(problem)
+    each = lines_of_row(step)
+    if last < _STEPS_OF_STAGE:
+        each += (lines_of_row(step, last * ROW_BYTES // _STEPS_OF_STAGE) - each) / of_tap
+    lines = blocks * config.pixels * each
     if loads_weight:
-        lines += blocks * config.taps * config.channels
+        boxes = -(-config.channels // BOX)
+        lines += blocks * config.taps * (block_k(problem) * boxes if _is_mn_major(problem) else config.channels)
     if stores:
         lines += config.result_rows * lines_of_row(columns * jnp.dtype(problem.out_dtype).itemsize)
     return lines

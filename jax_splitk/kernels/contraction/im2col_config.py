@@ -16,7 +16,15 @@ from jax_splitk.kernels.base.geometry import is_matrix_product
 from jax_splitk.kernels.contraction.joined import joined
 from jax_splitk.kernels.contraction.phases import axes, pixels, tap_counts
 from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
-from jax_splitk.kernels.device.wgmma_tile import MAX_STAGES, RESERVED_BYTES, ROW_BYTES, SHARED_BYTES, rows_of
+from jax_splitk.kernels.device.wgmma_tile import (
+    BOX,
+    MAX_COLUMNS,
+    MAX_STAGES,
+    RESERVED_BYTES,
+    ROW_BYTES,
+    SHARED_BYTES,
+    rows_of,
+)
 from jax_splitk.problems.conv_passes import ConvFpropProblem
 from jax_splitk.problems.conv_wgrad import ConvProblem
 
@@ -24,7 +32,7 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
 _LEAST_ROW = 32  # bytes of an instruction's k
-_MAX_PADDING = 1.25  # times the channels of the least padding: longer rows are fewer rows for TMA
+_TRANSPOSED_FLOPS = 16e9  # of a pass whose weight is transposed to save rows: about 25 us
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps that share its pixels
 _FEW_SUMS = 48  # most sums of a thread of two consumers, for two thread blocks to share the registers
 
@@ -114,15 +122,22 @@ class Config(SplitTile):
 def is_padded(problem: ConvProblem) -> bool:
     """Whether groups are padded to whole blocks of channels with the zeros that TMA puts beyond the end of a dimension.
     The tensor maps then have a dimension for the groups, so that the next group's channels are beyond this end."""
-    size = joined(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
-    return problem.feature_group_count > 1 and size % (ROW_BYTES // 2) > 0 and len(axes(problem)) < 3
+    size, groups = _channel_bytes(problem), problem.feature_group_count
+    return groups > 1 and size % (ROW_BYTES // 2) > 0 and len(axes(problem)) < 3
 
 
 def transposes(problem: ConvProblem) -> bool:
     """Whether a kernel first transposes the weight in the workspace: a forward pass's, whose columns are contiguous, if
-    they are float32, which WGMMA reads only K-major, or if a group's are no whole 16 bytes, which TMA cannot load."""
-    row = problem.group_channels[1] * jnp.dtype(problem.dtype).itemsize
-    return isinstance(problem, ConvFpropProblem) and (problem.dtype == "float32" or row % 16 > 0)
+    they are float32, which WGMMA reads only K-major, or if a group's are no whole 16 bytes, which TMA cannot load. Also
+    if the last box of a group's columns is mostly empty, and the pass is so large that this costs more than to
+    transpose: TMA's time is that of whole boxes."""
+    if not isinstance(problem, ConvFpropProblem):
+        return False
+    columns = problem.group_channels[1]
+    if problem.dtype == "float32" or columns * jnp.dtype(problem.dtype).itemsize % 16:
+        return True
+    is_large = problem.taps > 1 and problem.flops >= _TRANSPOSED_FLOPS
+    return is_large and BOX < columns < MAX_COLUMNS and 0 < columns % BOX <= BOX // 2
 
 
 def weight_shape(problem: ConvProblem) -> tuple[int, int, int]:
@@ -142,19 +157,33 @@ def im2col_limits(problem: ConvProblem) -> tuple[int, int, int]:
     return IM2COL_LIMITS[len(axes(problem)) + is_padded(problem)]
 
 
+def _channel_bytes(problem: ConvProblem) -> int:
+    """Bytes of a group's channels."""
+    return joined(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
+
+
 @functools.lru_cache(maxsize=4096)
 def row_bytes(problem: ConvProblem) -> int:
     """Bytes of a block of channels at one tap: a row of shared memory, or a half or a quarter of a row, so that a stage
     has several taps instead of zeros. With groups that are not padded it divides the channels of a group, since the
-    next group's channels follow. Padded groups have the longest rows that do not add many zeros."""
-    size = joined(problem).group_channels[0] * jnp.dtype(problem.dtype).itemsize
-    if is_padded(problem):
-        whole = {row: -(-size // row) * row for row in SWIZZLES if row >= _LEAST_ROW}
-        return max(row for row, total in whole.items() if total <= _MAX_PADDING * min(whole.values()))
-    if problem.feature_group_count > 1:
+    next group's channels follow."""
+    size = _channel_bytes(problem)
+    if problem.feature_group_count > 1 and not is_padded(problem):
         return math.gcd(size, ROW_BYTES)
     several = max(map(math.prod, tap_counts(problem))) > 1
     return next((row for row in SWIZZLES if size <= row), ROW_BYTES) if several else ROW_BYTES
+
+
+def last_steps(problem: ConvProblem) -> int:
+    """Instructions of the last block of a tap's channels, if it is a whole row: those with a channel. Others would
+    multiply zeros."""
+    rest = _channel_bytes(problem) % ROW_BYTES if row_bytes(problem) == ROW_BYTES else 0
+    return -(-(rest or ROW_BYTES) // _LEAST_ROW)
+
+
+def channel_blocks(problem: ConvProblem) -> int:
+    """Blocks of a group's channels."""
+    return -(-_channel_bytes(problem) // row_bytes(problem))
 
 
 def block_k(problem: ConvProblem) -> int:

@@ -51,6 +51,9 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
   const bool lead = elect_one();
   Position at;
   int loaded = 0;
+#if TRANSPOSED
+  wait_on_dependent_grids();
+#endif
   for_tiles(g, [&](const Tile& tile, int) {
     Loads loads = loads_of(g, tile, 0);
     const int count = stages_of(g, tile.residue, 0);
@@ -96,7 +99,8 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
 #endif
     if constexpr (TEAMS > 1) Barrier::wait(&turns.at[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
-    const int last = multiply<Layout>(stages, pipeline, count, warpgroup, acc, at);
+    TapBlock block = {g.blocks.value, 1, 0};
+    const int last = multiply<Layout>(stages, pipeline, count, warpgroup, acc, at, block);
     if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns.at[team ^ 1]);
     wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);

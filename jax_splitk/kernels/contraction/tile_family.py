@@ -134,6 +134,10 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         """Lines that TMA's rows of a stage touch; see `Work.rows`."""
         return config.stage_bytes / ROW_BYTES
 
+    def filled(self, problem: Any, config: _Config) -> float:
+        """The share of a stage's instructions that the kernel has, in the mean of its stages."""
+        return 1.0
+
     def work(self, problem: Any, config: _Config, target: Target) -> Work:
         blocks = self.thread_blocks(problem, config) * config.splits
         resident = target.cores * config.blocks_per_sm
@@ -146,7 +150,7 @@ class TileFamily(SplitFamily[_Problem, _Config]):
         chain = -(-self.chains(problem, config)[0] // config.splits)
         together = min(config.blocks_per_sm, -(-blocks // target.cores))
         return Work(
-            **config.stage_work(steps, chain, together),
+            **config.stage_work(steps, chain, together, self.filled(problem, config)),
             rows=steps * self.rows(problem, config),
             memory_bytes=problem.bytes_moved,
             memory_share=min(1.0, blocks / target.cores),

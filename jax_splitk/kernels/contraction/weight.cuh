@@ -1,6 +1,7 @@
-// Transposes a forward pass's weight in the workspace, where TMA cannot load it MN-major (`transposes` in
-// im2col_config.py): from [taps][k of a group][columns of all groups] to [taps][columns of a group][k of all
-// groups], the layout of an input gradient's weight. The kernel that multiplies it is resident by then.
+// Transposes a forward pass's weight in the workspace, where TMA cannot load it MN-major or takes longer
+// (`transposes` in im2col_config.py): from [taps][k of a group][columns of all groups] to [taps][columns of a
+// group][k of all groups], the layout of an input gradient's weight. The kernel that multiplies it is
+// resident by then.
 //
 // A thread block transposes 32 x 32 elements of a tap and group.
 //

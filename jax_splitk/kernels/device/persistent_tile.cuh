@@ -183,7 +183,8 @@ __device__ __forceinline__ void multiply_items(const Kernel& kernel, Work& work,
       continue;
     }
     Accumulator acc;
-    const int last = multiply<Kernel>(stages, pipeline, item.stages, warpgroup, acc, at);
+    TapBlock block = {1, 0, 0};
+    const int last = multiply<Kernel>(stages, pipeline, item.stages, warpgroup, acc, at, block);
     wait_batches<0>(acc);
     if (last >= 0 && threadIdx.x % 128 == 0) pipeline.release(last);
     if (item.stages == 0) clear(acc);

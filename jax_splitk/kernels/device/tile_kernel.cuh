@@ -42,6 +42,8 @@ struct TileKernel {
   // from stage to stage, and do not compute it from the stage's number.
   __device__ void locate(int) const {}
   __device__ void advance() const {}
+  // Called by the consumers: the block of k of the first stage.
+  __device__ TapBlock first_block() const { return {1, 0, 0}; }
   // Called by each thread of the consumers, with its number among these, while the first stages are loaded.
   __device__ void prepare(Shared&, int) const {}
   // Called by the producer's warpgroup after the first loads, and at its end.
@@ -107,7 +109,7 @@ __device__ __forceinline__ void run_tile(Kernel kernel) {
       [&](int) {
         const int warpgroup = threadIdx.x / 128 - 1;
         Accumulator acc;
-        consume<Kernel>(stages, pipeline, count, warpgroup, acc);
+        consume<Kernel>(stages, pipeline, count, warpgroup, acc, kernel.first_block());
         if constexpr (Kernel::DEPENDENT) launch_dependent_grids();
         kernel.finish(shared, stages, warpgroup, acc);
       });

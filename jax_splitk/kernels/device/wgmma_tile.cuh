@@ -6,7 +6,8 @@
 // with defaults TAPS (1; so many weights a stage has for the same pixels, of which it then has 8 more), SWAP
 // (0; the weights are A), TEAMS (1; of consumer warpgroups that have a tile together), PERSISTENT (0;
 // warpgroup 0 has more to do), CHAIN (0; the most stages that the tensor cores add, for they keep too few
-// bits of longer sums), EMPTY (0; there may be no stage).
+// bits of longer sums), EMPTY (0; there may be no stage), LAST_STEPS (4; so many instructions have all of the
+// k of a tap's last block that is not zeros), MIXED (0; a tap has other blocks before the last one).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
@@ -31,6 +32,12 @@ constexpr int BLOCK_BYTES = 64 * 128;
 #endif
 #ifndef EMPTY
 #define EMPTY 0
+#endif
+#ifndef LAST_STEPS
+#define LAST_STEPS 4
+#endif
+#ifndef MIXED
+#define MIXED 0
 #endif
 constexpr int REACH = TAPS > 1 ? 8 : 0;
 constexpr int A_BYTES = (SWAP ? TAPS * TILE_M : TILE_M + REACH) * 128;
@@ -88,12 +95,24 @@ __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32
 
 __device__ inline uint64_t hint_for(int once) { return once ? EVICT_FIRST : EVICT_NORMAL; }
 
+// The block of k that the next stage has, among the `count` of a tap: the stage after that has the one `step`
+// blocks later, of the same tap or of another. MIXED products need it.
+struct TapBlock {
+  int count, step, now;
+
+  __device__ bool is_last() const { return now == count - 1; }
+  __device__ void advance() {
+    now += step;
+    if (now >= count) now -= count;
+  }
+};
+
 // acc = the sum of A * B over `blocks` stages from `at` on. The warpgroup has the blocks `warpgroup`,
 // `warpgroup + CONSUMERS`, ... of A's rows. Returns the last stage, whose products are still under way.
 // `Kernel` has the layout: see tile_kernel.cuh.
 template <class Kernel, class Ring>
 __device__ inline int multiply(uint32_t stages, Ring& pipeline, int blocks, int warpgroup, Accumulator& acc,
-                               Position& at) {
+                               Position& at, [[maybe_unused]] TapBlock& of_tap) {
   using A = typename Kernel::A;
   using B = typename Kernel::B;
   int previous = -1;
@@ -103,9 +122,10 @@ __device__ inline int multiply(uint32_t stages, Ring& pipeline, int blocks, int 
     pipeline.wait_full(at);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
     const uint64_t b = B::at(stage + A_BYTES);
-    const auto products = [&] {
+    const auto products = [&](int steps) {
 #pragma unroll
       for (int k = 0; k < 4 * TAPS; ++k) {
+        if (k % 4 >= steps) continue;
 #pragma unroll
         for (int m = 0; m < M_PER_WG; ++m) {
           const uint64_t a = A::at(stage + warpgroup * Kernel::A_BLOCK + m * CONSUMERS * Kernel::A_BLOCK);
@@ -114,7 +134,13 @@ __device__ inline int multiply(uint32_t stages, Ring& pipeline, int blocks, int 
         scale = GMMA::ScaleOut::One;
       }
     };
-    batch(products, acc);
+    // Each batch has code of its own: the compiler would serialize products under conditions.
+    if (MIXED && !of_tap.is_last()) {
+      batch([&] { products(4); }, acc);
+    } else {
+      batch([&] { products(LAST_STEPS); }, acc);
+    }
+    if constexpr (MIXED) of_tap.advance();
     // The batch before this one has retired, so the stage it read may be filled again.
     wait_batches<1>(acc);
     if (previous >= 0 && threadIdx.x % 128 == 0) pipeline.release(previous);
@@ -134,11 +160,11 @@ __device__ inline void clear(Accumulator& acc) {
 
 // sums = the sum of A * B over `blocks` stages, with all products retired. Sums of chains are added in fp32.
 template <class Kernel, class Ring>
-__device__ inline void consume(uint32_t stages, Ring& pipeline, int blocks, int warpgroup,
-                               Accumulator& sums) {
+__device__ inline void consume(uint32_t stages, Ring& pipeline, int blocks, int warpgroup, Accumulator& sums,
+                               TapBlock of_tap) {
   Position at;
 #if !CHAIN
-  multiply<Kernel>(stages, pipeline, blocks, warpgroup, sums, at);
+  multiply<Kernel>(stages, pipeline, blocks, warpgroup, sums, at, of_tap);
   wait_batches<0>(sums);
   if (EMPTY && blocks == 0) clear(sums);
 #else
@@ -146,7 +172,7 @@ __device__ inline void consume(uint32_t stages, Ring& pipeline, int blocks, int 
 #pragma unroll 1
   for (; blocks > 0; blocks -= CHAIN) {
     Accumulator acc;
-    const int last = multiply<Kernel>(stages, pipeline, min(blocks, CHAIN), warpgroup, acc, at);
+    const int last = multiply<Kernel>(stages, pipeline, min(blocks, CHAIN), warpgroup, acc, at, of_tap);
     wait_batches<0>(acc);
     if (threadIdx.x % 128 == 0) pipeline.release(last);
 #pragma unroll

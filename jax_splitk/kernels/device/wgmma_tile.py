@@ -81,15 +81,16 @@ class WgmmaTile:
         """2 if shared memory and, at 128 registers a thread, the accumulators allow it."""
         return 2 if self.consumers == 1 and self.tile_n <= 192 and 2 * self.shared_bytes <= SHARED_BYTES else 1
 
-    def stage_work(self, stages: int, chain: int, together: int) -> dict[str, float]:
+    def stage_work(self, stages: int, chain: int, together: int, filled: float = 1.0) -> dict[str, float]:
         """Fields of the Work for `stages` stages of a multiprocessor, which `together` thread blocks share, each in a
-        chain of `chain` stages: products, their operands, and loads that are waited for."""
+        chain of `chain` stages: products, their operands, and loads that are waited for. `filled`: the share of a
+        stage's instructions that there are."""
         # A WGMMA reads 64 rows and its columns.
-        read = self.depth * self.tile_m // 64 * (64 + self.tile_n) * ROW_BYTES
+        read = filled * (self.depth * self.tile_m // 64) * (64 + self.tile_n) * ROW_BYTES
         # A thread block has as many loads under way as stages, minus `HELD`. Its first loads do not wait.
         waiting = max(0.0, 1 - self.stages / chain) / ((self.stages - HELD) * together)
         return {
-            "tensor_clocks": stages * self.depth * self.tile_m * self.tile_n / 32,
+            "tensor_clocks": filled * stages * self.depth * self.tile_m * self.tile_n / 32,
             "shared_bytes": stages * (read + self.stage_bytes),
             "l2_bytes": stages * self.stage_bytes,
             "waits": stages * waiting,

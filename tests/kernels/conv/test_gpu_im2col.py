@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jax_splitk.kernels import Family
-from jax_splitk.kernels.contraction import im2col
+from jax_splitk.kernels.contraction import im2col, im2col_config
+from jax_splitk.kernels.contraction.im2col import Config
 from jax_splitk.runtime import compiler
 from tests import few_kernels, float64, on_gpu, poison, random_problems
 from tests.kernels.conv.tried import BOTH, IM2COL, draw_im2col
-from tests.problems import seeded
+from tests.problems import conv_of, seeded
 from tests.random_problems import OUT_DTYPES, device_plan
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +109,23 @@ def wrong(number: int, family: Family, p: Any, config: Any) -> str | None:
     most = max({"bfloat16": 2**-8, "float16": 2**-11}.get(p.out_dtype, 2**-15), 2**-9 if p.dtype == "float32" else 0)
     error = on_gpu.error(out, want) if want.any() else float(np.abs(out.astype(np.float64)).max())
     return None if error <= most else f"{p} {p.padding} {config}: error {error:.3e}, at most {most:.3e} is right"
+
+
+@pytest.mark.parametrize(("channels", "groups", "config"), [
+    (80, 1, Config(128, 80, 3, workers=5)),
+    (72, 4, Config(192, 80, 3, taps=3)),
+    (144, 1, Config(192, 144, 4, workers=7)),
+    (80, 2, Config(64, 64, 4, 3, "workspace")),
+])  # fmt: skip
+def test_weights_that_are_transposed_to_load_fewer_rows(
+    channels: int, groups: int, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of large passes, and here of a small one."""
+    monkeypatch.setattr(im2col_config, "_TRANSPOSED_FLOPS", 0)
+    p = conv_of(BOTH[0], (19, 21), (3, 3), (channels * groups,) * 2, groups=groups, padding=1, batch=5)
+    assert im2col.transposes(p)
+    for number in range(2):
+        assert wrong(number, im2col.FPROP, p, config) is None
 
 
 @pytest.mark.parametrize("part", range(PARTS))

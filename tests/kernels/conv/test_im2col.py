@@ -205,13 +205,62 @@ def test_groups_whose_weights_begin_off_16_bytes_are_transposed(monkeypatch: pyt
 
 
 def test_padded_groups_have_long_rows() -> None:
-    """Rows of 32 bytes pad least; longer ones are taken where they add little."""
-    for channels, row in ((24, 64), (40, 32), (48, 32), (56, 128), (72, 64), (104, 128), (112, 128), (64, 128)):
+    """The fewest rows for TMA. Of the last row the kernel multiplies only what has channels."""
+    of_groups = (24, 64, 4), (40, 128, 3), (48, 128, 3), (56, 128, 4), (72, 128, 1), (104, 128, 3), (64, 128, 4)
+    for channels, row, steps in of_groups:
         p = problem(FPROP, (9, 10), (3, 3), 2 * channels, 2 * channels, groups=2)
-        assert im2col.row_bytes(p) == row
+        assert (im2col.row_bytes(p), im2col.last_steps(p)) == (row, steps)
         assert im2col.FPROP.why_xla_untuned(p) is None
         (dims, *_), groups = (each.dims for each in im2col.FPROP.maps(p, tile(64, 64))), channels != 64
         assert (dims[0], len(dims)) == ((channels, 5) if groups else (2 * channels, 4))
+
+
+CUT_BLOCKS = [
+    ((9, 10), (3, 3), 40, 2, Config(64, 48, 3, taps=3)),
+    ((9, 10), (3, 3), 40, 2, Config(64, 64, 3, taps=3, swap=True, workers=2)),
+    ((9, 10), (3, 3), 80, 2, Config(64, 80, 3, taps=3)),
+    ((9, 10), (3, 3), 72, 2, Config(64, 64, 5, 5, "workspace")),
+    ((9, 10), (3, 3), 80, 1, Config(128, 80, 3, workers=2)),
+    ((9, 10), (2, 1), 144, 1, Config(64, 64, 4, 2, "cluster")),
+    ((60,), (5,), 104, 3, Config(64, 112, 2, taps=5)),
+    ((9, 10), (1, 1), 112, 1, Config(64, 64, 6, 2, "workspace")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("size", "kernel", "channels", "groups", "config"), CUT_BLOCKS)
+def test_last_blocks_of_channels_have_fewer_products(
+    kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], channels: int, groups: int, config: Config
+) -> None:
+    """Splits of the reduction begin at any block of a tap."""
+    p = problem(kind, size, kernel, channels * groups, channels * groups, groups=groups, padding=1, batch=3)
+    assert im2col.last_steps(p) < 4
+    family, several = IM2COL.of(p), channels > 64
+    macros = family.macros(p, config)
+    assert (macros["LAST_STEPS"], macros["MIXED"]) == (-(-(channels % 64) // 16), several)
+    assert family.filled(p, config) == pytest.approx(-(-channels // 16) / 4 / im2col.channel_blocks(p))
+    with seeded(95) as rng:
+        emulated.check(family, p, config, seed=int(rng.integers(2**31)))
+
+
+@pytest.mark.parametrize(("channels", "groups", "config"), [
+    (80, 1, Config(128, 80, 3, workers=2)),
+    (72, 2, Config(64, 80, 2, taps=3, workers=1)),
+    (144, 1, Config(64, 144, 3)),
+    (80, 2, Config(64, 64, 4, 2, "workspace")),
+])  # fmt: skip
+def test_weights_of_large_passes_are_transposed_to_load_fewer_rows(
+    channels: int, groups: int, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(FPROP, (9, 10), (3, 3), channels * groups, channels * groups, groups=groups, batch=3)
+    large = dataclasses.replace(p, batch=10**6)
+    assert im2col.transposes(large) and not im2col.transposes(p)
+    assert not im2col.transposes(problem(FPROP, (9, 10), (1, 1), 80, 80, batch=10**6))
+    assert not im2col.transposes(problem(FPROP, (9, 10), (3, 3), 128, 112, batch=10**6))
+    monkeypatch.setattr(im2col_config, "_TRANSPOSED_FLOPS", 0)
+    assert im2col.FPROP.plan(p, config).launches[0].kernel == "fprop_im2col_transpose"
+    with seeded(96) as rng:
+        emulated.check(im2col.FPROP, p, config, seed=int(rng.integers(2**31)))
 
 
 @pytest.mark.parametrize("kind", BOTH)
