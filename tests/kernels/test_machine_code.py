@@ -99,8 +99,10 @@ class Main:
 def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
     blocks = m["TILE_M"] // 64 // (consumers // m.macros.get("TEAMS", 1))
-    # A stage is four products; the loop over them is unrolled, and so are a warpgroup's blocks.
-    m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, 4 * blocks)
+    # A stage is four products, or fewer if it is a tap's last; these have code of their own beside others. The loop over
+    # them is unrolled, and so are a warpgroup's blocks.
+    products = m.macros.get("LAST_STEPS", 4) + 4 * m.macros.get("MIXED", 0)
+    m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, products * blocks)
     assert m.shared_out == (consumers > 1)
     assert m.registers > m["TILE_N"] // 2 * blocks
 
@@ -268,7 +270,7 @@ CODE = {
         _wgmma_tile,
         "REDUCTION PHASED PERSISTENT B_MN TRANSPOSED ODD",
         "AXES ELEMENT OUT TILE_M TILE_N SPLITS EMPTY B_WHOLE CTAS_PER_SM ROW_BYTES GROUPED TAPS ROW_PARTS SWAP TEAMS "
-        "BIAS RESIDUAL_TYPE ACTIVATION_LAST",
+        "LAST_STEPS MIXED BIAS RESIDUAL_TYPE ACTIVATION_LAST",
     ),
     "contraction/products.cu": Code(
         _wgmma_tile, "ELEMENT OUT REDUCTION A_MN B_MN A_WHOLE B_WHOLE PATCH", "TILE_M TILE_N SPLITS CTAS_PER_SM"
