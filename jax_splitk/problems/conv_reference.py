@@ -45,7 +45,7 @@ def cropped(
     """lhs and padding for the same convolution without a low side that crops while the high side extends: the pixels
     that the low side would crop are sliced off before. `dilation` is lhs's.
 
-    XLA:CPU of jaxlib 0.10 and 0.11 computes a convolution that does both wrongly, or ends the process.
+    XLA:CPU of jaxlib 0.10 and 0.11 gives wrong results for a convolution with both, or ends the process.
     """
     padding = list(padding)
     for i, axis in enumerate(axes):

@@ -15,8 +15,8 @@ class QuantizedTransposedProblem(QuantizedMatmulProblem):
     groups of the weight lie along k, which is a dimension of the result. So a scale cannot multiply sums: it multiplies
     the weight, which is then rounded to x's dtype.
 
-    As the kernels see it, it is D[m, n] = sum over features of A[m, features] B[features, n] with A the weight (m over
-    k), B the transposed activation (n over rows).
+    The kernels compute D = A B. A is the weight [k, features] and B the transposed activation [features, rows], so
+    that D is [k, rows].
     """
 
     op = "quantized_matmul_transposed"

@@ -87,8 +87,8 @@ def _of_class(weight: Any, like: Any) -> Any:
 
 
 def named(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """By the keys to it, joined with dots: the path to each leaf, and the leaf; a quantized weight is one. Raises
-    ValueError if two leaves have the same name."""
+    """The path to each leaf, and the leaf, by the leaf's name: the keys of its path, joined with dots. A quantized
+    weight is one leaf. Raises ValueError if two leaves have the same name."""
     found: dict[str, tuple[tuple[Any, ...], Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized):
         keys = tuple(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)) for key in path)

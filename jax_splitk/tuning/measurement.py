@@ -123,7 +123,7 @@ def _listen() -> None:
 
 
 def command(key: Key, workspace_limit: int) -> str:
-    """The command that tunes ahead of time the problem, or the one that decides for it."""
+    """The command that tunes a problem ahead of time, or the problem whose decision it uses."""
     fields = json.dumps(problem_as_dict(buckets.to_tune(key, workspace_limit)[0].problem))
     limit = "" if workspace_limit == DEFAULT_WORKSPACE_LIMIT else f" --workspace-limit-bytes {workspace_limit}"
     return f"to tune it ahead of time: python -m jax_splitk tune '{fields}'{limit}"

@@ -136,7 +136,7 @@ class FewRows(ModelledFamily[DotProblem, Config]):
         return config.blocks_per_sm
 
     def _shapes(self, problem: DotProblem) -> Iterator[Config]:
-        """All tiles and splits, each with the deepest pipelines for one thread block a multiprocessor and more."""
+        """All tiles and splits, each with the deepest pipeline for each number of thread blocks on a multiprocessor."""
         tile_n = next(n for n in TILES_N if n >= problem.m)
         tiles_m = [tile for tile in TILES_M if tile == TILES_M[0] or tile < 2 * problem.n]
         for tile_m, splits in itertools.product(tiles_m, range(1, MAX_CLUSTER + 1)):

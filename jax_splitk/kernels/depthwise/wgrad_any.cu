@@ -12,9 +12,9 @@
 //
 // A thread block works on STRIPS items side by side, each a strip of up to ROWS steps of an output plane. The
 // first ones to differ are planes, then columns: what they share of x comes from the L1. The splits take the
-// items in turns, so that what neighbours share is in the L2. Last the thread block adds its strips' sums. If
-// the filter has several blocks of taps, TEAMS of the thread block's threads, and other thread blocks, have
-// one each; what teams share comes from the L1.
+// items in turns, so that what neighbours share is in the L2. At the end the thread block adds its strips'
+// sums. If the filter has several blocks of taps, TEAMS of the thread block's threads, and other thread
+// blocks, have one each; what teams share comes from the L1.
 //
 // Only products of pixels that the convolution has enter the sums, for a NaN in x times a zero would be a
 // NaN: a strip beyond the image is moved back, and its columns that another has are zeros of g.

@@ -84,8 +84,9 @@ def shared_bytes(v: Volume, config: Config) -> int:
     return config.stages * _stage_bytes(v, config) + RESERVED_BYTES
 
 
-# Steps of 16 pixels that WGMMA adds up before a rounding addition, with three parts. It truncates: an error of one sign
-# that grows with what is added to large sums. So a chain's large products come last; 4 of them give 1.9e-7 in all.
+# With three parts: steps of 16 pixels whose products WGMMA adds, before CUDA cores add their sum with rounding. WGMMA
+# truncates, which gives an error of one sign that grows with what is added to large sums. So a chain's large products
+# come last; 4 of them give 1.9e-7 in all.
 CHAINS = (4, 2)
 
 
