@@ -53,7 +53,7 @@ class Program:
     Attributes:
       is_divided: whether XLA's partitioner divides its operations among devices.
       digest: stands for its operations, and for how much may be lost.
-      left: keys of problems that are not measured for it, or were not for the last program that had them.
+      left: keys of problems that were not measured, for this program or for the last one that had them.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,8 @@
 // With a filter that is too tall for this, the sums stay in registers, and the taps slide (SLIDES;
 // toeplitz_sliding.cuh).
 //
-// TALL lines are strips of all images on top of each other, which have what padding both want in common: an
-// image begins every PERIOD rows of the output. So any number of blocks has equal shares.
+// TALL lines are strips of all images on top of each other. Neighbouring images share the rows of padding
+// between them: an image begins every PERIOD rows of the output. So any number of blocks has equal shares.
 //
 // What 128 sums of a channel move through shared memory: 256 bytes in and 256 out as they are stored, and as
 // much again as they are read, 512 as the copies come and go, and 512 (K_CHUNKS * 256) for the windows, which

@@ -170,7 +170,7 @@ struct Masks {
   }
 };
 
-// A lane's two elements of an eight of the filter; `at`: of the pixel.
+// The two elements that a lane has of the filter's `eight`-th eight elements, of the pixel at `at`.
 __device__ __forceinline__ void load_two(uint32_t at, int eight, const Masks& masks, uint32_t& even,
                                          uint32_t& odd) {
   const int segment = eight / EIGHTS, place = eight % EIGHTS;
@@ -197,7 +197,7 @@ struct Masks {
   }
 };
 
-// A lane's two elements of an eight of the filter; `at`: of the pixel.
+// The two elements that a lane has of the filter's `eight`-th eight elements, of the pixel at `at`.
 __device__ __forceinline__ uint32_t load_pair(uint32_t at, int eight, const Masks& masks) {
   const int segment = eight / EIGHTS, place = eight % EIGHTS;
   if (segment >= SEGMENTS) return 0;

@@ -312,8 +312,8 @@ struct Consumer : Position {
 
   __device__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
   __device__ uint32_t extras() const { return stages + EXTRAS_AT + stage * EXTRA_BYTES; }
-  // A stage is always the same warpgroup's: of one that changes hands it would not see every fill, and a
-  // parity says whether a fill has come only to who has seen the one before.
+  // Each stage belongs to one k warpgroup. If two took turns, neither would see every fill of the stage, and
+  // a barrier's parity tells whether a fill has come only if the fill before was seen.
   static_assert(STAGES % K_WARPGROUPS == 0);
   __device__ void wait_full() const { wait(full + stage * 8, phase); }
 
