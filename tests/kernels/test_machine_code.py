@@ -99,8 +99,8 @@ class Main:
 def _wgmma_tile(m: Main) -> None:
     consumers = m.threads // 128 - 1
     blocks = m["TILE_M"] // 64 // (consumers // m.macros.get("TEAMS", 1))
-    # A stage is four products, or fewer if it is a tap's last, whose code then stands beside that of the others. The loop
-    # over them is unrolled, and so are a warpgroup's blocks.
+    # A stage is four products, or fewer if it is a tap's last. Other stages then have code of their own. The loop over
+    # a stage's products is unrolled, and so are a warpgroup's blocks.
     products = m.macros.get("LAST_STEPS", 4) + 4 * m.macros.get("MIXED", 0)
     m.multiple(cubin.QGMMA if m["ELEMENT"] == 3 else cubin.HGMMA, products * blocks)
     assert m.shared_out == (consumers > 1)
