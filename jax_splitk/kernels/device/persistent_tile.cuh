@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_items(const Kernel& kernel, Work& work,
       continue;
     }
     Accumulator acc;
-    TapBlock block = {1, 0, 0};
+    TapBlock block;
     const int last = multiply<Kernel>(stages, pipeline, item.stages, warpgroup, acc, at, block);
     wait_batches<0>(acc);
     if (last >= 0 && threadIdx.x % 128 == 0) pipeline.release(last);

@@ -43,7 +43,7 @@ struct TileKernel {
   __device__ void locate(int) const {}
   __device__ void advance() const {}
   // Called by the consumers: the block of k of the first stage.
-  __device__ TapBlock first_block() const { return {1, 0, 0}; }
+  __device__ TapBlock first_block() const { return {}; }
   // Called by each thread of the consumers, with its number among these, while the first stages are loaded.
   __device__ void prepare(Shared&, int) const {}
   // Called by the producer's warpgroup after the first loads, and at its end.

@@ -96,9 +96,9 @@ __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32
 __device__ inline uint64_t hint_for(int once) { return once ? EVICT_FIRST : EVICT_NORMAL; }
 
 // The block of k that the next stage has, among the `count` of a tap: the stage after that has the one `step`
-// blocks later, of the same tap or of another. MIXED products need it.
+// blocks later, of the same tap or of another. Only MIXED products need it.
 struct TapBlock {
-  int count, step, now;
+  int count = 1, step = 0, now = 0;
 
   __device__ bool is_last() const { return now == count - 1; }
   __device__ void advance() {
@@ -134,7 +134,7 @@ __device__ inline int multiply(uint32_t stages, Ring& pipeline, int blocks, int 
         scale = GMMA::ScaleOut::One;
       }
     };
-    // Each batch has code of its own: the compiler would serialize products under conditions.
+    // Each batch has code of its own: the compiler may serialize products under conditions.
     if (MIXED && !of_tap.is_last()) {
       batch([&] { products(4); }, acc);
     } else {
