@@ -35,10 +35,10 @@
 //
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
 // A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes
-// of a block of channels: 128, 64 or 32), B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a group's
-// columns are no multiple of four: each sum is stored by itself), LAST_STEPS, MIXED, SWAP, OWN_STORES (see
-// contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh and
-// device/epilogue.cuh.
+// of a block of channels: 128, 64 or 32), WEIGHT_ROW, B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a
+// group's columns are no multiple of four: each sum is stored by itself), LAST_STEPS, MIXED, SWAP, STATIONARY
+// and OWN_STORES (see contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh
+// and device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
 #include "device/epilogue.cuh"
@@ -68,29 +68,33 @@ constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 // Sizes of a tile, and the positions of its operands in a stage.
 constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
 constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
-// Sizes of a block in a stage. Channels of an MN-major weight lie in boxes of at most 64.
+// Sizes of a block in a stage. Channels of an MN-major weight lie in boxes of at most 64. A weight is loaded
+// in parts of WEIGHT_ROW bytes of k, which are blocks unless it is stationary.
 constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
-constexpr int CHANNEL_ROWS = SWAP ? TILE_M : N_ROWS;
-constexpr int WEIGHT_PART = CHANNEL_ROWS * ROW_BYTES, STEPS = ROW_BYTES / K_MAJOR_STEP;
-constexpr int N_ROW = CHANNEL_ROWS < 64 ? CHANNEL_ROWS * 2 : 128, N_BOX = BLOCK_K * N_ROW;
+constexpr int CHANNEL_ROWS = SWAP ? TILE_M : STATIONARY && !B_MN ? TILE_N : N_ROWS;
+constexpr int WEIGHT_K = WEIGHT_ROW * BLOCK_K / ROW_BYTES;
+constexpr int WEIGHT_PART = CHANNEL_ROWS * WEIGHT_ROW;
+constexpr int STEPS = ROW_BYTES / K_MAJOR_STEP, PART_STEPS = WEIGHT_ROW / K_MAJOR_STEP;
+constexpr int N_ROW = CHANNEL_ROWS < 64 ? CHANNEL_ROWS * 2 : 128, N_BOX = WEIGHT_K * N_ROW;
 constexpr int PIXEL_BYTES = BLOCKS * (PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES;
-constexpr int WEIGHT_BYTES = BLOCKS * TAPS * (B_MN ? CHANNEL_ROWS : CHANNELS) * ROW_BYTES;
+constexpr int WEIGHT_BYTES = BLOCKS * TAPS * (B_MN ? CHANNEL_ROWS : CHANNELS) * WEIGHT_ROW;  // of a part
 constexpr int LOAD_BYTES = PIXEL_BYTES + WEIGHT_BYTES;
 struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
-  static constexpr int offset(int k) {
+  static constexpr int offset(int k, int) {
     const int tap = k / STEPS;
     return tap / TAPS * PIXELS_PART + tap % TAPS * TAP_ROWS * ROW_BYTES + k % STEPS * K_MAJOR_STEP;
   }
 };
-using Weight = conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, STEPS, WEIGHT_PART>,
-                             Operand<K_MAJOR_STEP, ROW_BYTES, BLOCK_BYTES, STEPS, WEIGHT_PART>>;
+using Weight =
+    conditional_t<B_MN, Operand<16 * N_ROW, N_ROW, N_BOX, PART_STEPS, WEIGHT_PART, STATIONARY>,
+                  Operand<K_MAJOR_STEP, WEIGHT_ROW, BLOCK_BYTES, PART_STEPS, WEIGHT_PART, STATIONARY>>;
 
 // How a stage is laid out.
 struct Layout : TileKernel {
   using Wgmma = Product;
   using A = conditional_t<SWAP, Weight, Pixels>;
   using B = conditional_t<SWAP, Pixels, Weight>;
-  static constexpr int A_BLOCK = 64 * ROW_BYTES;
+  static constexpr int A_BLOCK = 64 * (SWAP ? WEIGHT_ROW : ROW_BYTES);
 };
 
 // A tile: its first pixel and column, the residues of its phase, and its group.
@@ -211,80 +215,97 @@ __device__ inline Loads loads_of(const Args& g, const Tile& tile, int split) {
   return l;
 }
 
-// A block, to its places of A and B; the latter unless the stage has it.
-__device__ inline void load(const TensorMap& a_map, const TensorMap& b_map, const Args& g, const Tile& tile,
-                            const Loads& l, Block block, uint64_t* full, uint32_t a, uint32_t b,
-                            bool has_weight) {
+// Where a block of the reduction is in the operands.
+struct Source {
+  int c, n, k;  // A's channel, the weight's column and k
+  int group;    // where groups are PADDED
+  int tap;      // the first of the block's
+  int missing;  // taps of the block before the first
+  uint16_t d, h, w;
+};
+
+__device__ inline Source source_of(const Args& g, const Tile& tile, Block block) {
   // TMA fills with zeros what lies beyond the channels.
   if (BLOCKS > 1 && is_beyond(g, tile.residue, block)) block = {g.beyond, {0, 0, 0}};
-  int c = block.c * BLOCK_K, n = tile.n;
-  const int k = c;
+  Source s = {};
+  s.c = block.c * BLOCK_K, s.n = tile.n, s.k = s.c;
 #if GROUPED
-  if (!PADDED) c += tile.group * g.k;
-  if (B_MN) n += tile.group * g.n;
+  if (!PADDED) s.c += tile.group * g.k;
+  if (B_MN) s.n += tile.group * g.n;
 #endif
-  [[maybe_unused]] const int group = PADDED ? tile.group : 0;
-#if AXES == 0
-  load_operand<false, false, PIXELS / 64>(a_map, full, a, tile.m, c, group, hint_for(g.a_once));
-  const int tap = 0;
-#else
+  if (!B_MN) s.k = s.c;
+  s.group = PADDED ? tile.group : 0;
+#if AXES > 0
   const auto& on_w = g.on_w[tile.residue.w];
 #if ROW_PARTS
   const int begin = block.tap.w * TAPS, first = min(begin, g.row_taps - TAPS);
+  s.missing = begin - first;
 #else
   const int first = block.tap.w;
 #endif
-  const uint16_t w = on_w.offset + first * g.step.w;
-  int tap = on_w.tap + first * g.tap_step.w;
-  uint8_t* to = shared_pointer(a);
-#if AXES == 1 && PADDED
-  load_im2col(&a_map, full, to, c, l.window.w, l.n, group, w, 0);
-#elif AXES == 1
-  load_im2col(&a_map, full, to, c, l.window.w, l.n, w);
-#else
+  s.w = on_w.offset + first * g.step.w;
+  s.tap = on_w.tap + first * g.tap_step.w;
+#endif
+#if AXES > 1
   const auto& on_h = g.on_h[tile.residue.h];
-  const uint16_t h = on_h.offset + block.tap.h * g.step.h;
-  tap += on_h.tap + block.tap.h * g.tap_step.h;
-#if AXES == 2 && PADDED
-  load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.n, group, w, h, 0);
-#elif AXES == 2
-  load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.n, w, h);
-#else
+  s.h = on_h.offset + block.tap.h * g.step.h;
+  s.tap += on_h.tap + block.tap.h * g.tap_step.h;
+#endif
+#if AXES > 2
   const auto& on_d = g.on_d[tile.residue.d];
-  const uint16_t d = on_d.offset + block.tap.d * g.step.d;
-  tap += on_d.tap + block.tap.d * g.tap_step.d;
-  load_im2col(&a_map, full, to, c, l.window.w, l.window.h, l.window.d, l.n, w, h, d);
+  s.d = on_d.offset + block.tap.d * g.step.d;
+  s.tap += on_d.tap + block.tap.d * g.tap_step.d;
 #endif
+  return s;
+}
+
+__device__ inline void load_pixels(const TensorMap& map, const Args& g, const Tile& tile, const Loads& l,
+                                   const Source& s, uint64_t* full, uint32_t to) {
+#if AXES == 0
+  load_operand<false, false, PIXELS / 64>(map, full, to, tile.m, s.c, s.group, hint_for(g.a_once));
+#elif AXES == 1 && PADDED
+  load_im2col(&map, full, shared_pointer(to), s.c, l.window.w, l.n, s.group, s.w, 0);
+#elif AXES == 1
+  load_im2col(&map, full, shared_pointer(to), s.c, l.window.w, l.n, s.w);
+#elif AXES == 2 && PADDED
+  load_im2col(&map, full, shared_pointer(to), s.c, l.window.w, l.window.h, l.n, s.group, s.w, s.h, 0);
+#elif AXES == 2
+  load_im2col(&map, full, shared_pointer(to), s.c, l.window.w, l.window.h, l.n, s.w, s.h);
+#else
+  load_im2col(&map, full, shared_pointer(to), s.c, l.window.w, l.window.h, l.window.d, l.n, s.w, s.h, s.d);
 #endif
-#endif
-  if (has_weight) return;
-  constexpr int BOXES = (CHANNELS + 63) / 64;
+}
+
+// The block's weights at its taps, in `parts` loads for each.
+__device__ inline void load_weights(const TensorMap& map, const Args& g, const Source& s, int parts,
+                                    uint64_t* full, uint32_t to) {
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) {
-    int at = tap + i * g.tap_step.w;
-#if ROW_PARTS
-    if (first + i < begin) at = -1;  // TMA fills with zeros what lies before the first tap
-#endif
-    if constexpr (PADDED && !B_MN) {
-      uint8_t* part = shared_pointer(b + i * WEIGHT_PART);
-      load_tile(&b_map, full, hint_for(g.b_once), part, c, n, group, at);
-      continue;
+    // TMA fills with zeros what lies before the first tap.
+    const int tap = ROW_PARTS && i < s.missing ? -1 : s.tap + i * g.tap_step.w;
+    for (int part = 0; part < parts; ++part, to += WEIGHT_PART) {
+      const int k = s.k + part * WEIGHT_K;
+      if constexpr (PADDED && !B_MN) {
+        load_tile(&map, full, hint_for(g.b_once), shared_pointer(to), k, s.n, s.group, tap);
+      } else {
+        load_operand<B_MN, B_WHOLE, (CHANNELS + 63) / 64, N_BOX>(map, full, to, s.n, k, tap,
+                                                                 hint_for(g.b_once));
+      }
     }
-    load_operand<B_MN, B_WHOLE, BOXES, N_BOX>(b_map, full, b + i * WEIGHT_PART, n, B_MN ? k : c, at,
-                                              hint_for(g.b_once));
   }
 }
 
-// The blocks of a stage, from where `loads` stands on.
+// The blocks of a stage, from where `loads` stands on. A tap has so many parts of the weight.
 __device__ inline void load_stage(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
                                   const Tile& tile, const Loads& loads, uint64_t* full, uint32_t stage,
-                                  bool has_weight = false) {
+                                  uint32_t weight, int weight_parts) {
   Block block = loads.block;
 #pragma unroll
   for (int part = 0; part < BLOCKS; ++part) {
     if (part > 0) advance(g, tile.residue, {1, {0, 0, 0}}, block);
-    load(a_map, b_map, g, tile, loads, block, full, stage + PIXELS_AT + part * PIXELS_PART,
-         stage + WEIGHT_AT + part * TAPS * WEIGHT_PART, has_weight);
+    const Source source = source_of(g, tile, block);
+    load_pixels(a_map, g, tile, loads, source, full, stage + PIXELS_AT + part * PIXELS_PART);
+    load_weights(b_map, g, source, weight_parts, full, weight + part * TAPS * WEIGHT_PART);
   }
 }
 
@@ -372,7 +393,7 @@ struct Conv : Layout {
   __device__ void advance() { ::advance(g, tile.residue, loads.step, loads.block); }
   __device__ static int bytes() { return LOAD_BYTES; }
   __device__ void load(const Stage& to) const {
-    load_stage(a_map, b_map, g, tile, loads, to.full, to.address);
+    load_stage(a_map, b_map, g, tile, loads, to.full, to.address, to.address + WEIGHT_AT, 1);
   }
 
   // ---- finish ----

@@ -29,23 +29,32 @@ from jax_splitk.kernels.base.passes import forward, of_both_passes
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.kernels.contraction.im2col_config import (
     BARRIER_BYTES,
+    STEPS_OF_STAGE,
     Config,
     block_k,
     can_persist,
+    chains,
     channel_blocks,
+    column_count,
     im2col_limits,
+    is_mn_major,
     is_padded,
+    is_stationary,
     last_steps,
     row_bytes,
+    shared_bytes,
     shared_taps,
+    stationary_bytes,
+    stationary_stages,
     tile_count,
     tile_counts,
     transposes,
     weight_bytes,
+    weight_row,
     weight_shape,
 )
 from jax_splitk.kernels.contraction.joined import joined
-from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
+from jax_splitk.kernels.contraction.phases import axes, phases, pixels
 from jax_splitk.kernels.contraction.tile_family import TileFamily
 from jax_splitk.kernels.device.epilogue import conv_finishes, conv_macros, conv_params
 from jax_splitk.kernels.device.split_tile import (
@@ -82,10 +91,9 @@ _MAX_BEYOND, _MAX_ROW = 1.3, 1.1
 _FEW_TAPS = 5  # of which three stages of wide tiles fit into shared memory
 _FEW_PIXELS = 8192  # of a matrix product whose tiles leave multiprocessors idle
 _PERSISTENT = 5  # candidates
-_STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
 _OWN_STEPS = 36  # of a tile at most, in the mean of its phases: measured with 18, 32 and 36, and with 45, 72 and 108
 _MIN_GROUP = 24  # channels: of fewer the tensor cores' tiles, and TMA's rows, are mostly empty
-_LEAST_ROW = 16  # channels of groups that are not padded
+_LEAST_CHANNELS = 16  # of groups that are not padded
 _WEIGHT_SIDE, _WEIGHT_THREADS = 32, 256  # see contraction/weight.cuh
 _FEW_COLUMNS = 16  # see `_unmeasured`
 
@@ -148,7 +156,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             which = "input" if isinstance(p, ConvFpropProblem) else "output"
             return f"{forward(p).in_channels} {which} channels; accepted: multiples of {loaded}"
         channels, columns = joined(p).group_channels
-        least = loaded if is_padded(p) else _LEAST_ROW
+        least = loaded if is_padded(p) else _LEAST_CHANNELS
         if p.feature_group_count > 1 and (channels < _MIN_GROUP or channels % least):
             given = f"feature_group_count {p.feature_group_count} of {channels} channels to {columns} each"
             return f"{given}; accepted: multiples of {least} from {_MIN_GROUP} on, or 1"
@@ -197,9 +205,10 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             given = f"{p.dtype} to {p.out_dtype} and {joined(p).group_channels[1]} channels of the result"
             rest = "16 bits, multiples of 8 channels, no pixels of the result without taps"
             return f"workers {config.workers} with {given}; accepted: {rest}"
+        beside = stationary_stages(problem, config) if config.workers % column_count(problem, config) == 0 else 0
         return field_refusal(
             config,
-            stages=stages,
+            stages=range(MIN_STAGES, max(config.most_stages, beside) + 1),
             splits=(1,),
             reduction=("none",),
             swap=_swaps(config.tile_n),
@@ -228,34 +237,18 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
                 continue  # not legal, or as fast
             config = Config(tile_m, tile_n, MIN_STAGES, taps=taps, swap=swap, workers=1)
             workers = min(target.cores, tile_count(problem, config))
-            config = dataclasses.replace(config, stages=config.most_stages, workers=workers)
-            if config.stages >= MIN_STAGES:
-                found += dict.fromkeys((config, self._with_kept_weight(problem, config)))
+            found.append(dataclasses.replace(config, stages=config.most_stages, workers=workers))
+            columns = column_count(problem, config)
+            beside, workers = stationary_stages(problem, config), workers // columns * columns
+            found.append(dataclasses.replace(config, stages=beside, workers=workers))
+        found = [config for config in dict.fromkeys(found) if config.stages >= MIN_STAGES and config.workers]
         return self.by_estimate(problem, found, target)[:_PERSISTENT]
-
-    def _with_kept_weight(self, problem: ConvProblem, config: Config) -> Config:
-        """The config with fewer thread blocks and stages, so that each thread block has one column of tiles, and the
-        stages hold whole reductions; unchanged if that leaves none."""
-        columns, chain = self._columns(problem, config), self.chains(problem, config)[0]
-        stages, workers = config.stages // chain * chain, config.workers // columns * columns
-        if stages < MIN_STAGES or not workers:
-            return config
-        return dataclasses.replace(config, stages=stages, workers=workers)
-
-    def keeps_weight(self, problem: ConvProblem, config: Config) -> bool:
-        """Whether a persistent thread block loads its columns of the weight once: see contraction/persistent.cuh."""
-        whole = config.workers % self._columns(problem, config) == 0
-        return whole and phases(problem) == 1 and config.stages % self.chains(problem, config)[0] == 0
 
     def _stores_itself(self, problem: ConvProblem, config: Config) -> bool:
         """Whether a team of a persistent thread block stores its own tiles: if products take less time than other warps
         need to store. Storing disturbs the products of longer reductions."""
-        steps = sum(self.chains(problem, config)) * config.taps * _STEPS_OF_STAGE
+        steps = sum(self.chains(problem, config)) * config.taps * STEPS_OF_STAGE
         return config.teams > 1 and _rows_lie_apart(problem, config) and steps <= _OWN_STEPS * phases(problem)
-
-    def _columns(self, problem: ConvProblem, config: Config) -> int:
-        """Columns of tiles, in all groups."""
-        return tile_counts(problem, config)[1] * problem.feature_group_count
 
     def _shared(self, problem: ConvProblem) -> list[int]:
         """Numbers of a filter row's taps that a stage of a candidate may have: 1, and the best of few and of many."""
@@ -282,13 +275,13 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not config.workers:
             return super().work(problem, config, target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
-        chain, kept = sum(self.chains(problem, config)), self.keeps_weight(problem, config)
+        chain, kept = sum(self.chains(problem, config)), is_stationary(problem, config)
         by_tma = _is_stored_by_tma(problem, config)
         stages = config.stage_work(each * chain, each * chain, 1, self.filled(problem, config))
         if kept:
             of_weight = each * chain * config.taps * config.channel_rows * ROW_BYTES
-            stages["l2_bytes"] -= of_weight
-            stages["shared_bytes"] -= of_weight
+            stages["l2_bytes"] += stationary_bytes(problem, config) - of_weight
+            stages["shared_bytes"] += stationary_bytes(problem, config) - of_weight
         # Other warps store a tile while the next one is multiplied, a row or a part of one at a time.
         rows = each * phases(problem) * config.result_rows
         hidden = by_tma or self._stores_itself(problem, config)
@@ -303,7 +296,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         )
 
     def filled(self, problem: ConvProblem, config: Config) -> float:
-        return 1 - (1 - last_steps(problem) / _STEPS_OF_STAGE) / channel_blocks(problem)
+        return 1 - (1 - last_steps(problem) / STEPS_OF_STAGE) / channel_blocks(problem)
 
     def rows(self, problem: ConvProblem, config: Config) -> float:
         return tma_lines(problem, config, 1, loads_weight=True, stores=False)
@@ -357,13 +350,11 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         least = -(-config.tile_m * (config.tile_n + 8) * 4 // config.stage_bytes)  # to hold the tile's sums
         return range(max(MIN_STAGES, least), min(MAX_STAGES, room) + 1)
 
-    def _chains(self, problem: ConvProblem, config: Config) -> list[int]:
-        """Stages of the reduction of each phase."""
-        blocks = channel_blocks(problem) * row_bytes(problem)
-        return [-(-math.prod(of) * blocks // ROW_BYTES) for of in tap_counts(problem, config.taps)]
-
     def chains(self, problem: ConvProblem, config: Config) -> list[int]:
-        return sorted(self._chains(problem, config), reverse=True)
+        return sorted(chains(problem, config), reverse=True)
+
+    def shared_bytes(self, problem: ConvProblem, config: Config) -> int:
+        return shared_bytes(problem, config)
 
     def tile_counts(self, problem: ConvProblem, config: Config) -> tuple[int, ...]:
         return (config.workers,) if config.workers else (tile_count(problem, config), phases(problem))
@@ -382,7 +373,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
                 **(self._persistent_args(problem, config) if config.workers else {}),
                 "m": pixels(problem, config.taps),
                 "n": p.group_channels[1],
-                "columns": Divisor.of(self._columns(problem, config)),
+                "columns": Divisor.of(column_count(problem, config)),
                 "phases": Divisor.of(phases(problem)),
                 "splits": Divisor.of(config.splits),
                 "blocks": Divisor.of(channel_blocks(problem)),
@@ -407,10 +398,10 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
         """Arguments of persistent thread blocks. `tiles`: the tiles of a phase."""
-        return {"tiles": tile_count(problem, config), "keeps_weight": int(self.keeps_weight(problem, config))}
+        return {"tiles": tile_count(problem, config), "weight_bytes": stationary_bytes(problem, config)}
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
-        of, is_mn = axes(problem, config.taps), _is_mn_major(problem)
+        of, is_mn = axes(problem, config.taps), is_mn_major(problem)
         return {
             **super().macros(problem, config),
             "AXES": 0 if is_matrix_product(joined(problem)) else len(of),
@@ -420,14 +411,16 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "ROW_PARTS": int(_has_row_parts(problem, config)),
             "GROUPED": int(problem.feature_group_count > 1),
             "PADDED": int(is_padded(problem)),
-            "EMPTY": int(min(self._chains(problem, config)) < config.splits),
+            "EMPTY": int(min(chains(problem, config)) < config.splits),
             "TRANSPOSED": int(transposes(problem)),
             "ODD": int(joined(problem).group_channels[1] % 4 > 0),
             "ROW_BYTES": row_bytes(problem),
+            "WEIGHT_ROW": weight_row(problem, config),
             "LAST_STEPS": last_steps(problem),
-            "MIXED": int(last_steps(problem) < _STEPS_OF_STAGE and channel_blocks(problem) > 1),
+            "MIXED": int(last_steps(problem) < STEPS_OF_STAGE and channel_blocks(problem) > 1),
             **field_macros(config, "swap"),
             "PERSISTENT": int(config.workers > 0),
+            "STATIONARY": int(is_stationary(problem, config)),
             "TEAMS": config.teams,
             "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_mn),
@@ -438,11 +431,12 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
     def maps(self, problem: ConvProblem, config: Config) -> tuple[plan.TiledMap | plan.Im2colMap, ...]:
         p = problem
         buffer = len(self.buffers(p, config)) - 1 if transposes(p) else 1
-        if _is_mn_major(p):
+        row = weight_row(p, config)
+        if is_mn_major(p):
             shape, whole = (p.taps, p.group_channels[0], p.out_channels), _is_whole(p, config)
-            of_weight = operand_map(buffer, p.dtype, shape, "bkn", config.channels, row_bytes(p), whole)
+            of_weight = operand_map(buffer, p.dtype, shape, "bkn", config.channels, row, whole)
         else:
-            of_weight = operand_map(buffer, p.dtype, weight_shape(p), "bnk", config.channels, row_bytes(p))
+            of_weight = operand_map(buffer, p.dtype, weight_shape(p), "bnk", config.channels, row)
             of_weight = _by_groups(of_weight, p) if is_padded(p) else of_weight
         operands = _lhs_map(p, config), of_weight
         if not _is_stored_by_tma(p, config):
@@ -499,20 +493,15 @@ def tma_lines(problem: ConvProblem, config: Config, stages: int, *, loads_weight
     (channels, columns), blocks = joined(problem).group_channels, stages * ROW_BYTES // row_bytes(problem)
     step, of_tap, last = channels * jnp.dtype(problem.dtype).itemsize, channel_blocks(problem), last_steps(problem)
     each = lines_of_row(step)
-    if last < _STEPS_OF_STAGE:
-        each += (lines_of_row(step, last * ROW_BYTES // _STEPS_OF_STAGE) - each) / of_tap
+    if last < STEPS_OF_STAGE:
+        each += (lines_of_row(step, last * ROW_BYTES // STEPS_OF_STAGE) - each) / of_tap
     lines = blocks * config.pixels * each
     if loads_weight:
         boxes = -(-config.channels // BOX)
-        lines += blocks * config.taps * (block_k(problem) * boxes if _is_mn_major(problem) else config.channels)
+        lines += blocks * config.taps * (block_k(problem) * boxes if is_mn_major(problem) else config.channels)
     if stores:
         lines += config.result_rows * lines_of_row(columns * jnp.dtype(problem.out_dtype).itemsize)
     return lines
-
-
-def _is_mn_major(problem: ConvProblem) -> bool:
-    """Whether the weight is read as a forward pass has it, contiguous along its columns."""
-    return isinstance(problem, ConvFpropProblem) and not transposes(problem)
 
 
 def _unmeasured(p: ConvProblem) -> str | None:

@@ -2,7 +2,8 @@
 
 There is either a thread block for each tile, or persistent thread blocks (`workers`; see CUTLASS's documentation). A
 persistent thread block computes one tile after the other: it stores the results of a tile while it multiplies the next
-one and loads the one after that.
+one and loads the one after that. If its tiles have one column, and the column's weight fits beside the stages, it loads
+the weight once. That is known as a weight-stationary schedule.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jax import numpy as jnp
 from jax_splitk.kernels.base import refusals
 from jax_splitk.kernels.base.geometry import is_matrix_product
 from jax_splitk.kernels.contraction.joined import joined
-from jax_splitk.kernels.contraction.phases import axes, pixels, tap_counts
+from jax_splitk.kernels.contraction.phases import axes, phases, pixels, tap_counts
 from jax_splitk.kernels.device.split_tile import SWIZZLES, SplitTile
 from jax_splitk.kernels.device.wgmma_tile import (
     BOX,
@@ -31,7 +32,9 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
-_LEAST_ROW = 32  # bytes of an instruction's k
+LEAST_ROW = 32  # bytes of an instruction's k
+STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
+ALIGNMENT = 1024  # of stages
 _TRANSPOSED_FLOPS = 16e9  # of a pass whose weight is transposed to save rows: about 25 us
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps that share its pixels
 _FEW_SUMS = 48  # most sums of a thread of two consumers, for two thread blocks to share the registers
@@ -74,9 +77,13 @@ class Config(SplitTile):
         return self.taps
 
     @property
+    def pixel_bytes(self) -> int:
+        """Bytes of a stage for the pixels."""
+        return (self.pixels + (MAX_REACH if self.taps > 1 else 0)) * ROW_BYTES
+
+    @property
     def stage_bytes(self) -> int:
-        rows = self.pixels + (MAX_REACH if self.taps > 1 else 0)
-        return (rows + self.taps * self.channel_rows) * ROW_BYTES
+        return self.pixel_bytes + self.taps * self.channel_rows * ROW_BYTES
 
     @property
     def teams(self) -> int:
@@ -107,10 +114,14 @@ class Config(SplitTile):
         return 2 if self.consumers == 2 and self.thread_sums <= _FEW_SUMS and fits else super().blocks_per_sm
 
     @property
+    def room(self) -> int:
+        """Bytes of shared memory for the stages of a persistent thread block."""
+        return SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
+
+    @property
     def most_stages(self) -> int:
         """The largest number of stages of a persistent thread block."""
-        room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - self.result_bytes
-        return min(MAX_STAGES, room // self.stage_bytes)
+        return min(MAX_STAGES, self.room // self.stage_bytes)
 
     @property
     def result_rows(self) -> int:
@@ -152,6 +163,11 @@ def weight_bytes(problem: ConvProblem) -> int:
     return -(-size // ROW_BYTES) * ROW_BYTES if transposes(problem) else 0
 
 
+def is_mn_major(problem: ConvProblem) -> bool:
+    """Whether the weight is read as a forward pass has it, contiguous along its columns."""
+    return isinstance(problem, ConvFpropProblem) and not transposes(problem)
+
+
 def im2col_limits(problem: ConvProblem) -> tuple[int, int, int]:
     """`IM2COL_LIMITS` by the dimensions of the tensor map of lhs, of which the groups may be one."""
     return IM2COL_LIMITS[len(axes(problem)) + is_padded(problem)]
@@ -178,7 +194,7 @@ def last_steps(problem: ConvProblem) -> int:
     """Instructions of the last block of a tap's channels, if it is a whole row: those with a channel. Others would
     multiply zeros."""
     rest = _channel_bytes(problem) % ROW_BYTES if row_bytes(problem) == ROW_BYTES else 0
-    return -(-(rest or ROW_BYTES) // _LEAST_ROW)
+    return -(-(rest or ROW_BYTES) // LEAST_ROW)
 
 
 def channel_blocks(problem: ConvProblem) -> int:
@@ -211,6 +227,56 @@ def shared_taps(problem: ConvProblem) -> tuple[int, ...]:
 def tile_count(problem: ConvProblem, config: Config) -> int:
     """Tiles of a phase, in all groups."""
     return math.prod(tile_counts(problem, config)) * problem.feature_group_count
+
+
+def column_count(problem: ConvProblem, config: Config) -> int:
+    """Columns of tiles, in all groups."""
+    return tile_counts(problem, config)[1] * problem.feature_group_count
+
+
+def chains(problem: ConvProblem, config: Config) -> list[int]:
+    """Stages of the reduction of each phase."""
+    blocks = channel_blocks(problem) * row_bytes(problem)
+    return [-(-math.prod(of) * blocks // ROW_BYTES) for of in tap_counts(problem, config.taps)]
+
+
+@functools.lru_cache(maxsize=4096)
+def stationary_bytes(problem: ConvProblem, config: Config) -> int:
+    """Bytes of shared memory for the whole weight of a column of tiles, which has no zeros in place of instructions
+    that the kernel has not."""
+    stages, rows = chains(problem, config)[0], config.channel_rows if is_mn_major(problem) else config.channels
+    cut = stages // channel_blocks(problem) * (ROW_BYTES - last_steps(problem) * LEAST_ROW)
+    return -(-(stages * ROW_BYTES - cut) * config.taps * rows // ALIGNMENT) * ALIGNMENT
+
+
+def stationary_stages(problem: ConvProblem, config: Config) -> int:
+    """The largest number of stages beside a stationary weight, 0 if phases have different weights."""
+    if phases(problem) > 1:
+        return 0
+    return min(MAX_STAGES, max(0, config.room - stationary_bytes(problem, config)) // config.pixel_bytes)
+
+
+def is_stationary(problem: ConvProblem, config: Config) -> bool:
+    """Whether a persistent thread block loads its weight once, and keeps it beside the stages: if it has one column of
+    tiles, and the stages leave room."""
+    one_column = config.workers > 0 and config.workers % column_count(problem, config) == 0
+    return one_column and config.stages <= stationary_stages(problem, config)
+
+
+def weight_row(problem: ConvProblem, config: Config) -> int:
+    """Bytes along k of a part of the weight that is loaded at once: a block. All blocks of a stationary weight are
+    whole parts."""
+    if row_bytes(problem) < ROW_BYTES or not is_stationary(problem, config):
+        return row_bytes(problem)
+    return math.gcd(last_steps(problem), STEPS_OF_STAGE) * LEAST_ROW
+
+
+def shared_bytes(problem: ConvProblem, config: Config) -> int:
+    """Bytes of shared memory that a launch asks for."""
+    if not is_stationary(problem, config):
+        return config.shared_bytes
+    beside = stationary_bytes(problem, config) + config.result_bytes + RESERVED_BYTES
+    return beside + config.stages * config.pixel_bytes
 
 
 def can_persist(problem: ConvProblem) -> bool:

@@ -17,8 +17,8 @@
 // With an epilogue the consumers finish the sums before they leave the results, see
 // contraction/persistent_epilogue.cuh. With a residual they wait for it in place of `empty`.
 //
-// Where its tiles have one column, and the stages hold whole reductions, a stage has the same part of the
-// weight for every tile, which is loaded once (`keeps_weight`).
+// A STATIONARY weight, that of the one column of tiles that a thread block has, lies before the stages, in
+// the order of the products. It is loaded with the stages of the first tile, whose barriers count its bytes.
 
 static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
 static_assert(!OWN_STORES || (PHASED && TEAMS > 1));
@@ -47,26 +47,36 @@ __device__ inline void for_tiles(const Args& g, const Work& work) {
 
 // Every lane walks, so that the compiler knows that the warp's numbers are uniform.
 __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map, const Args& g,
-                                  uint32_t stages, TilePipeline<>& pipeline) {
+                                  [[maybe_unused]] uint32_t weight, uint32_t stages,
+                                  TilePipeline<>& pipeline) {
   const bool lead = elect_one();
   Position at;
-  int loaded = 0;
 #if TRANSPOSED
   wait_on_dependent_grids();
 #endif
-  for_tiles(g, [&](const Tile& tile, int) {
+  for_tiles(g, [&](const Tile& tile, int turn) {
     Loads loads = loads_of(g, tile, 0);
     const int count = stages_of(g, tile.residue, 0);
+    [[maybe_unused]] TapBlock block = {g.blocks.value, 1, 0, weight};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       pipeline.wait_empty(at);
       __syncwarp();  // else a lane could be two phases behind the one that loads, and wait for ever
-      const bool has_weight = g.keeps_weight && loaded >= STAGES;
+      const uint32_t stage = stages + at.stage * STAGE_BYTES;
+#if STATIONARY
+      const int steps = MIXED && !block.is_last() ? 4 : LAST_STEPS;
+      const int parts = turn > 0 ? 0 : BLOCKS > 1 ? 1 : steps / PART_STEPS;
+      const uint32_t to = block.weight;
+      block.weight += Weight::offset(4 * TAPS, steps);
+      block.advance();
+#else
+      constexpr int parts = 1;
+      const uint32_t to = stage + WEIGHT_AT;
+#endif
       if (lead) {
-        uint64_t* full = pipeline.expect(at, has_weight ? PIXEL_BYTES : LOAD_BYTES);
-        load_stage(a_map, b_map, g, tile, loads, full, stages + at.stage * STAGE_BYTES, has_weight);
+        uint64_t* full = pipeline.expect(at, PIXEL_BYTES + parts * WEIGHT_BYTES);
+        load_stage(a_map, b_map, g, tile, loads, full, stage, to, parts);
       }
-      ++loaded;
       advance(g, tile.residue, loads.step, loads.block);
       at.advance(STAGES);
     }
@@ -78,9 +88,10 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
 
 // ---- what multiplies -------------------------------------------------------------------------------------
 
-__device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeline<>& pipeline,
-                                      uint32_t results, Handover& handover, Turns& turns,
-                                      [[maybe_unused]] const Result& out, const Finisher& finisher) {
+__device__ inline void multiply_tiles(const Args& g, uint32_t weight, uint32_t stages,
+                                      TilePipeline<>& pipeline, uint32_t results, Handover& handover,
+                                      Turns& turns, [[maybe_unused]] const Result& out,
+                                      const Finisher& finisher) {
   const int team = TEAMS == 1 ? 0 : threadIdx.x / 128 - 1;
   const int warpgroup = TEAMS == 1 ? threadIdx.x / 128 - 1 : 0;
   Position at;
@@ -99,7 +110,7 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t stages, TilePipeli
 #endif
     if constexpr (TEAMS > 1) Barrier::wait(&turns.at[team], team == 0 ? phase ^ 1 : phase);
     Accumulator acc;
-    TapBlock block = {g.blocks.value, 1, 0};
+    TapBlock block = {g.blocks.value, 1, 0, weight};
     const int last = multiply<Layout>(stages, pipeline, count, warpgroup, acc, at, block);
     if (TEAMS > 1 && threadIdx.x % 32 == 0) Barrier::arrive(&turns.at[team ^ 1]);
     wait_batches<0>(acc);
@@ -131,12 +142,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if HAS_RESIDUAL
   __shared__ Residuals residuals;
 #endif
-  const uint32_t stages = shared_stages(), results = stages + STAGES * STAGE_BYTES;
+  const uint32_t weight = shared_stages(), stages = weight + (STATIONARY ? g.weight_bytes : 0);
+  const uint32_t results = stages + STAGES * STAGE_BYTES;
   const Finisher finisher = FINISHER_OF_PARAMETERS;
   run_roles<TileRoles>(
       [&](int warp) {
         if (warp == 0) {
-          load_tiles(a_map, b_map, g, stages, pipeline);
+          load_tiles(a_map, b_map, g, weight, stages, pipeline);
         } else if (!OWN_STORES && warp <= STORERS / 32) {
           store_tiles(g, results, handover, out, finisher);
         }
@@ -144,6 +156,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
 #endif
       },
-      [&](int) { multiply_tiles(g, stages, pipeline, results, handover, turns, out, finisher); }, pipeline,
-      handover, turns RESIDUAL_BARRIERS);
+      [&](int) { multiply_tiles(g, weight, stages, pipeline, results, handover, turns, out, finisher); },
+      pipeline, handover, turns RESIDUAL_BARRIERS);
 }

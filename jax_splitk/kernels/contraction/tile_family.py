@@ -178,9 +178,13 @@ class TileFamily(SplitFamily[_Problem, _Config]):
             "SPLITS": config.splits if config.reduction == "cluster" else 1,
         }
 
+    def shared_bytes(self, problem: _Problem, config: _Config) -> int:
+        """Bytes of shared memory that the main kernel's launch asks for."""
+        return config.shared_bytes
+
     def main(self, problem: _Problem, config: _Config) -> plan.Launch:
         params = plan.MapParam(0), plan.MapParam(1), self.args(problem, config)
-        main = self.launch(problem, config, config.threads, config.shared_bytes, *params)
+        main = self.launch(problem, config, config.threads, self.shared_bytes(problem, config), *params)
         in_cluster = config.reduction == "cluster"
         return dataclasses.replace(main, cluster=(1, 1, config.splits)) if in_cluster else main
 

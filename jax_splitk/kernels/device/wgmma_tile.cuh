@@ -7,7 +7,8 @@
 // (0; the weights are A), TEAMS (1; of consumer warpgroups that have a tile together), PERSISTENT (0;
 // warpgroup 0 has more to do), CHAIN (0; the most stages that the tensor cores add, for they keep too few
 // bits of longer sums), EMPTY (0; there may be no stage), LAST_STEPS (4; so many instructions have all of the
-// k of a tap's last block that is not zeros), MIXED (0; a tap has other blocks before the last one).
+// k of a tap's last block that is not zeros), MIXED (0; a tap has other blocks before the last one),
+// STATIONARY (0; the weights lie apart from the stages, all of them at once).
 
 #include "device/pipeline.cuh"
 #include "device/wgmma.cuh"
@@ -39,11 +40,14 @@ constexpr int BLOCK_BYTES = 64 * 128;
 #ifndef MIXED
 #define MIXED 0
 #endif
-constexpr int REACH = TAPS > 1 ? 8 : 0;
-constexpr int A_BYTES = (SWAP ? TAPS * TILE_M : TILE_M + REACH) * 128;
+#ifndef STATIONARY
+#define STATIONARY 0
+#endif
+constexpr int REACH = TAPS > 1 ? 8 : 0, WEIGHTS = STATIONARY ? 0 : TAPS;  // of a stage
+constexpr int A_BYTES = (SWAP ? WEIGHTS * TILE_M : TILE_M + REACH) * 128;
 // Rows of a stage for TILE_N columns: boxes of 64 columns of an MN-major operand are whole.
 constexpr int N_ROWS = TILE_N <= 32 ? TILE_N : N_BLOCKS * 64;
-constexpr int STAGE_BYTES = A_BYTES + (SWAP ? TILE_N + REACH : TAPS * N_ROWS) * 128;
+constexpr int STAGE_BYTES = A_BYTES + (SWAP ? TILE_N + REACH : WEIGHTS * N_ROWS) * 128;
 // 256 rows go to two warpgroups of two 64-row blocks each, where the accumulators fit.
 constexpr int CONSUMERS = TILE_M == 256 && TILE_N <= 128 ? 2 : M_BLOCKS;
 constexpr int M_PER_WG = M_BLOCKS / CONSUMERS;
@@ -65,13 +69,18 @@ using Accumulator = float[M_PER_WG][ACCUMULATORS];
 
 // How an operand lies in a stage: rows of WIDTH bytes under the swizzle of as many, MN-major ones with
 // LEADING bytes from one row's worth of MN to the next. STEP bytes lead to the next instruction's k, and
-// PART, after STEPS of them, to the next part of a stage that has several.
-template <int STEP, int WIDTH = 128, int LEADING = BLOCK_BYTES, int STEPS = 4, int PART = 0>
+// PART, after STEPS of them, to the next part of a stage that has several. A PACKED operand has no gaps where
+// a tap has only `steps` instructions of a stage.
+template <int STEP, int WIDTH = 128, int LEADING = BLOCK_BYTES, int STEPS = 4, int PART = 0,
+          bool PACKED = false>
 struct Operand {
   static constexpr auto SWIZZLE = WIDTH == 128 ? Swizzle::B128 : WIDTH == 64 ? Swizzle::B64 : Swizzle::B32;
 
   __device__ static uint64_t at(uint32_t address) { return operand(address, LEADING, 8 * WIDTH, SWIZZLE); }
-  static constexpr int offset(int k) { return k / STEPS * PART + k % STEPS * STEP; }
+  static constexpr int offset(int k, int steps) {
+    if (PACKED) k = k / 4 * steps + k % 4;
+    return k / STEPS * PART + k % STEPS * STEP;
+  }
 };
 using KMajor = Operand<K_MAJOR_STEP>;
 using MnMajor = Operand<MN_MAJOR_STEP>;
@@ -96,9 +105,11 @@ __device__ inline void load_operand(const TensorMap& map, uint64_t* full, uint32
 __device__ inline uint64_t hint_for(int once) { return once ? EVICT_FIRST : EVICT_NORMAL; }
 
 // The block of k that the next stage has, among the `count` of a tap: the stage after that has the one `step`
-// blocks later, of the same tap or of another. Only MIXED products need it.
+// blocks later, of the same tap or of another. Only MIXED products need it. `weight`: where the weights of a
+// STATIONARY product are for the next stage.
 struct TapBlock {
   int count = 1, step = 0, now = 0;
+  uint32_t weight = 0;
 
   __device__ bool is_last() const { return now == count - 1; }
   __device__ void advance() {
@@ -115,24 +126,28 @@ __device__ inline int multiply(uint32_t stages, Ring& pipeline, int blocks, int 
                                Position& at, [[maybe_unused]] TapBlock& of_tap) {
   using A = typename Kernel::A;
   using B = typename Kernel::B;
+  using Weight = conditional_t<SWAP, A, B>;
   int previous = -1;
   GMMA::ScaleOut scale = GMMA::ScaleOut::Zero;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i) {
     pipeline.wait_full(at);
     const uint32_t stage = stages + at.stage * STAGE_BYTES;
-    const uint64_t b = B::at(stage + A_BYTES);
+    const uint32_t a_at = STATIONARY && SWAP ? of_tap.weight : stage;
+    const uint64_t b = B::at(STATIONARY && !SWAP ? of_tap.weight : stage + A_BYTES);
     const auto products = [&](int steps) {
 #pragma unroll
       for (int k = 0; k < 4 * TAPS; ++k) {
         if (k % 4 >= steps) continue;
 #pragma unroll
         for (int m = 0; m < M_PER_WG; ++m) {
-          const uint64_t a = A::at(stage + warpgroup * Kernel::A_BLOCK + m * CONSUMERS * Kernel::A_BLOCK);
-          wgmma<typename Kernel::Wgmma>(a + (A::offset(k) >> 4), b + (B::offset(k) >> 4), acc[m], scale);
+          const uint64_t a = A::at(a_at + warpgroup * Kernel::A_BLOCK + m * CONSUMERS * Kernel::A_BLOCK);
+          wgmma<typename Kernel::Wgmma>(a + (A::offset(k, steps) >> 4), b + (B::offset(k, steps) >> 4),
+                                        acc[m], scale);
         }
         scale = GMMA::ScaleOut::One;
       }
+      if constexpr (STATIONARY) of_tap.weight += Weight::offset(4 * TAPS, steps);
     };
     // Each batch has code of its own: the compiler may serialize products under conditions.
     if (MIXED && !of_tap.is_last()) {

@@ -170,6 +170,12 @@ def test_a_warp_may_come_late_to_its_teams_turn() -> None:
     ((1, 1), (192, 192), 3, Config(64, 64, 3, swap=True, workers=3)),
     ((3, 3), (16, 16), 1, Config(64, 64, 6, workers=2)),
     ((3, 3), (64, 64), 1, Config(64, 64, 3, taps=3, swap=True, workers=2)),
+    ((2, 3), (80, 80), 1, Config(64, 80, 2, workers=2)),
+    ((2, 3), (2 * 72, 2 * 72), 2, Config(128, 80, 2, taps=3, workers=2)),
+    ((2, 3), (80, 96), 1, Config(64, 96, 2, taps=3, workers=2)),
+    ((3, 3), (96, 64), 1, Config(64, 128, 2, taps=3, swap=True, workers=1)),
+    ((2, 5), (80, 24), 1, Config(128, 64, 2, taps=3, workers=2)),
+    ((1, 3), (32, 48), 1, Config(64, 64, 3, taps=3, workers=2)),
 ])  # fmt: skip
 def test_thread_blocks_of_one_column_load_its_weight_once(
     kind: type[Any], kernel: tuple[int, int], channels: tuple[int, int], groups: int, config: Config
@@ -177,7 +183,7 @@ def test_thread_blocks_of_one_column_load_its_weight_once(
     channels = channels[::-1] if kind is DGRAD else channels
     p = problem(kind, (14, 18), kernel, *channels, groups=groups, padding=kernel[0] // 2, batch=3)
     family = IM2COL.of(p)
-    assert family.keeps_weight(p, config)
+    assert im2col_config.is_stationary(p, config)
     with seeded(91) as rng:
         emulated.check(family, p, config, seed=int(rng.integers(2**31)))
 
@@ -186,11 +192,12 @@ def test_candidates_keep_their_weight_where_they_can() -> None:
     for size, channels in ((56, (24, 144)), (56, (96, 24)), (28, (40, 240)), (112, (16, 96))):
         p = problem(FPROP, (size, size), (1, 1), *channels, batch=128)
         persistent = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers]
-        assert persistent and all(IM2COL.of(p).keeps_weight(p, c) for c in persistent)
-    # With tiles of 192 channels that needs a stage.
-    p = problem(FPROP, (56, 56), (1, 1), 96, 384, batch=64)
-    keeping = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers and IM2COL.of(p).keeps_weight(p, c)]
-    assert any(not IM2COL.of(p).keeps_weight(p, dataclasses.replace(c, stages=5)) for c in keeping)
+        assert persistent and all(im2col_config.is_stationary(p, c) for c in persistent)
+    # A 3x3 weight of 80 channels takes 115 KB beside two or more stages. One of 128 channels does not fit.
+    for channels, fits in ((80, True), (128, False)):
+        p = problem(DGRAD, (28, 28), (3, 3), channels, channels, padding=1, batch=256)
+        persistent = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers]
+        assert any(im2col_config.is_stationary(p, c) for c in persistent) == fits
 
 
 def test_groups_whose_weights_begin_off_16_bytes_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
