@@ -439,6 +439,10 @@ def _dense_passes() -> Iterator[Run]:
         (dgrad, (31,), (7,), (72, 64), tile(128, 192), {"padding": 3, "stride": 3, **half}),
         (dgrad, (9, 9), (1, 1), (24, 64), tile(64, 32), {"stride": 2}),
         (dgrad, (150,), (1,), (68, 136), tile(64, 64, 2, shared), floats),
+        # A stationary weight in parts of 32 and of 64 bytes, along k and along the columns, with parts of a filter row.
+        (dgrad, (9, 10), (3, 3), (144, 144), persistent(128, 80, False, 2, 3), {"padding": 1, "groups": 2, "batch": 5}),
+        (dgrad, (8, 9), (3, 3), (64, 96), persistent(64, 64, False, 2), {"padding": 1, "batch": 3}),
+        (fprop, (7, 12), (2, 5), (40, 48), persistent(64, 128, True, 1, 3), {"padding": 2, "batch": 4, **half}),
         # Persistent thread blocks: fewer than tiles, one tile and several, with phases and without.
         (fprop, (9, 11), (3, 4), (72, 136), persistent(64, 256, True, 2), {"padding": 1, "batch": 8}),
         (fprop, (9, 11), (3, 3), (64, 128), persistent(256, 128, False, 2), {"padding": 1, "batch": 9, **half}),

@@ -188,6 +188,14 @@ def test_thread_blocks_of_one_column_load_its_weight_once(
         emulated.check(family, p, config, seed=int(rng.integers(2**31)))
 
 
+def test_a_transposed_weight_is_stationary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large forward passes have such weights. So much is not emulated."""
+    monkeypatch.setattr(im2col_config, "_TRANSPOSED_FLOPS", 0)
+    p, config = problem(FPROP, (9, 12), (3, 3), 72, 80, padding=1), Config(128, 80, 2, taps=3, workers=1)
+    assert im2col_config.transposes(p) and im2col_config.is_stationary(p, config)
+    emulated.check(im2col.FPROP, p, config, seed=3)
+
+
 def test_candidates_keep_their_weight_where_they_can() -> None:
     for size, channels in ((56, (24, 144)), (56, (96, 24)), (28, (40, 240)), (112, (16, 96))):
         p = problem(FPROP, (size, size), (1, 1), *channels, batch=128)
