@@ -547,7 +547,12 @@ def conv_epilogue_runs() -> Iterator[Run]:
          (HALF, "relu", HALF), {}),
         ((5, 6, 7), (3, 2, 3), (16, 320), persistent(128, 192, True, 3), {"padding": 1, "stride": (1, 2, 1)},
          ("none", "none", "bfloat16"), {}),
-        # Rows that lie apart: stored by the team itself, or by other warps, of one team and of two.
+        # Rows of phases: stored by the team itself, or by other warps.
+        ((9, 10), (2, 2), (64, 72), persistent(64, 128, True, 2), {"padding": 1, "batch": 5, "lhs_dilation": (2, 1)},
+         ("float32", "relu", "bfloat16"), last),
+        ((9, 10), (3, 3), (72, 80), persistent(128, 128, True, 1), {"padding": 1, "batch": 5, "lhs_dilation": (1, 2)},
+         ("none", "relu", HALF), {}),
+        # Tiles with rows between the lines of images.
         ((9, 10), (3, 3), (64, 72), persistent(64, 128, True, 2, 3), {"padding": 1, "batch": 5},
          ("float32", "relu", "bfloat16"), last),
         ((9, 10), (3, 3), (72, 80), persistent(64, 256, True, 2, 3), {"padding": ((2, 0), (-1, 3)), "batch": 5},

@@ -36,9 +36,9 @@
 // Macros: ELEMENT (of the inputs; a number of output.cuh, FLOAT for tf32), OUT, AXES (spatial dimensions; 0:
 // A is a plain matrix), PHASED (UP or TAPS above 1), TAP_ROWS, ROW_PARTS, GROUPED, PADDED, ROW_BYTES (bytes
 // of a block of channels: 128, 64 or 32), WEIGHT_ROW, B_MN, B_WHOLE (see `load_operand`), TRANSPOSED, ODD (a
-// group's columns are no multiple of four: each sum is stored by itself), LAST_STEPS, MIXED, SWAP, STATIONARY
-// and OWN_STORES (see contraction/persistent.cuh), and those of device/split_tile.cuh, device/wgmma_tile.cuh
-// and device/epilogue.cuh.
+// group's columns are no multiple of four: each sum is stored by itself), LAST_STEPS, MIXED, SWAP,
+// STATIONARY, RESULT_BOX, THREAD_STORES and OWN_STORES (see contraction/persistent.cuh), and those of
+// device/split_tile.cuh, device/wgmma_tile.cuh and device/epilogue.cuh.
 
 #include "contraction/blocks.cuh"
 #include "device/epilogue.cuh"
@@ -67,7 +67,8 @@ constexpr int BLOCK_K = ROW_BYTES / (ELEMENT == FLOAT ? 4 : 2);
 
 // Sizes of a tile, and the positions of its operands in a stage.
 constexpr int PIXELS = SWAP ? TILE_N : TILE_M, CHANNELS = SWAP ? TILE_M : TILE_N;
-constexpr int PIXELS_AT = SWAP ? A_BYTES : 0, WEIGHT_AT = SWAP ? 0 : A_BYTES;
+constexpr int PIXELS_AT = SWAP ? A_BYTES : 0;
+[[maybe_unused]] constexpr int WEIGHT_AT = SWAP ? 0 : A_BYTES;
 // Sizes of a block in a stage. Channels of an MN-major weight lie in boxes of at most 64. A weight is loaded
 // in parts of WEIGHT_ROW bytes of k, which are blocks unless it is stationary.
 constexpr int PIXELS_PART = (SWAP ? STAGE_BYTES - A_BYTES : A_BYTES) / BLOCKS;
@@ -78,7 +79,7 @@ constexpr int STEPS = ROW_BYTES / K_MAJOR_STEP, PART_STEPS = WEIGHT_ROW / K_MAJO
 constexpr int N_ROW = CHANNEL_ROWS < 64 ? CHANNEL_ROWS * 2 : 128, N_BOX = WEIGHT_K * N_ROW;
 constexpr int PIXEL_BYTES = BLOCKS * (PIXELS + (TAPS - 1) * TAP_ROWS) * ROW_BYTES;
 constexpr int WEIGHT_BYTES = BLOCKS * TAPS * (B_MN ? CHANNEL_ROWS : CHANNELS) * WEIGHT_ROW;  // of a part
-constexpr int LOAD_BYTES = PIXEL_BYTES + WEIGHT_BYTES;
+[[maybe_unused]] constexpr int LOAD_BYTES = PIXEL_BYTES + WEIGHT_BYTES;
 struct Pixels : Operand<K_MAJOR_STEP, ROW_BYTES> {
   static constexpr int offset(int k, int) {
     const int tap = k / STEPS;

@@ -248,7 +248,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         """Whether a team of a persistent thread block stores its own tiles: if products take less time than other warps
         need to store. Storing disturbs the products of longer reductions."""
         steps = sum(self.chains(problem, config)) * config.taps * STEPS_OF_STAGE
-        return config.teams > 1 and _rows_lie_apart(problem, config) and steps <= _OWN_STEPS * phases(problem)
+        by_threads = _is_stored_by_threads(problem, config)
+        return config.teams > 1 and by_threads and steps <= _OWN_STEPS * phases(problem)
 
     def _shared(self, problem: ConvProblem) -> list[int]:
         """Numbers of a filter row's taps that a stage of a candidate may have: 1, and the best of few and of many."""
@@ -422,6 +423,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
             "PERSISTENT": int(config.workers > 0),
             "STATIONARY": int(is_stationary(problem, config)),
             "TEAMS": config.teams,
+            "THREAD_STORES": int(_is_stored_by_threads(problem, config)),
+            "RESULT_BOX": _result_box(problem, config),
             "OWN_STORES": int(self._stores_itself(problem, config)),
             "B_MN": int(is_mn),
             "B_WHOLE": int(is_mn and _is_whole(problem, config)),
@@ -442,8 +445,8 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not _is_stored_by_tma(p, config):
             return operands
         last = len(p.operand_types)
-        residual = (_result_map(p, last - 1, p.residual_dtype),) if _adds_by_tma(p, config) else ()
-        return *operands, _result_map(p, last, p.out_dtype), *residual
+        residual = (_result_map(p, config, last - 1, p.residual_dtype),) if _adds_by_tma(p, config) else ()
+        return *operands, _result_map(p, config, last, p.out_dtype), *residual
 
     def partials_offset(self, problem: ConvProblem) -> int:
         return weight_bytes(problem)
@@ -533,8 +536,23 @@ def _has_row_parts(problem: ConvProblem, config: Config) -> bool:
     return 1 < config.taps < axes(problem)[-1].kernel
 
 
+def _result_box(problem: ConvProblem, config: Config) -> int:
+    """Rows of a box of results that TMA stores; 0 if threads store them. Rows of a phase lie apart. Where taps share
+    pixels, a tile has at least as many stored rows."""
+    if config.taps == 1:
+        return 0 if _rows_lie_apart(problem, config) else BOX
+    last = axes(problem, config.taps)[-1]
+    lines, rest = divmod(config.pixels, last.pixels)
+    stored = config.pixels - lines * last.reach - min(rest, last.reach)
+    return next((rows for rows in (BOX, BOX // 2) if rows <= stored), 0)
+
+
+def _is_stored_by_threads(problem: ConvProblem, config: Config) -> bool:
+    return config.workers > 0 and not _result_box(problem, config)
+
+
 def _is_stored_by_tma(problem: ConvProblem, config: Config) -> bool:
-    return config.workers > 0 and not _rows_lie_apart(problem, config)
+    return config.workers > 0 and _result_box(problem, config) > 0
 
 
 def _is_whole(problem: ConvProblem, config: Config) -> bool:
@@ -548,12 +566,13 @@ def _adds_by_tma(problem: ConvProblem, config: Config) -> TypeGuard[ConvEpilogue
     return has_residual and _is_stored_by_tma(problem, config)
 
 
-def _result_map(problem: ConvProblem, buffer: int, dtype: str) -> plan.TiledMap:
+def _result_map(problem: ConvProblem, config: Config, buffer: int, dtype: str) -> plan.TiledMap:
     """The map of the output or the residual, with its channels by groups: columns of a tile beyond its group are not
     stored."""
     columns, groups, item = joined(problem).group_channels[1], problem.feature_group_count, 2
     dims = columns, groups, pixels(problem)
-    return plan.TiledMap(buffer, dtype, dims, plan.tensor_map_strides(dims, item), (BOX, 1, BOX))
+    box = BOX, 1, _result_box(problem, config)
+    return plan.TiledMap(buffer, dtype, dims, plan.tensor_map_strides(dims, item), box)
 
 
 def _by_groups(weight: plan.TiledMap, problem: ConvProblem) -> plan.TiledMap:

@@ -21,9 +21,10 @@
 // the order of the products. It is loaded with the stages of the first tile, whose barriers count its bytes.
 
 static_assert(REDUCTION == 0 && !EMPTY && OUT != 0 && CTAS_PER_SM == 1 && SHARE_REGISTERS);
-static_assert(!OWN_STORES || (PHASED && TEAMS > 1));
+static_assert(!THREAD_STORES || PHASED);
+static_assert(!OWN_STORES || (THREAD_STORES && TEAMS > 1));
 
-constexpr int STORERS = OWN_STORES ? 128 : PHASED ? 96 : 32;  // threads
+constexpr int STORERS = OWN_STORES ? 128 : THREAD_STORES ? 96 : 32;  // threads
 
 using Handover = Pipeline<TEAMS, 4 * CONSUMERS, STORERS / 32>;
 using Turns = Barriers<2, 4 * CONSUMERS>;
@@ -83,6 +84,7 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
   });
 }
 
+#include "contraction/persistent_boxes.cuh"
 #include "contraction/persistent_epilogue.cuh"
 #include "contraction/persistent_stores.cuh"
 
@@ -125,7 +127,7 @@ __device__ inline void multiply_tiles(const Args& g, uint32_t weight, uint32_t s
 #else
     finisher.wait(handover, team, phase);
     finisher.stage(g, tile, own, warpgroup, acc);
-    if constexpr (!PHASED) fence_async_shared();
+    if constexpr (!THREAD_STORES) fence_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) Barrier::arrive(&handover.full[team]);
 #endif
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else if (!OWN_STORES && warp <= STORERS / 32) {
           store_tiles(g, results, handover, out, finisher);
         }
-#if HAS_RESIDUAL && !PHASED
+#if HAS_RESIDUAL && !THREAD_STORES
         if (warp == 2) load_residuals(g, results, handover, residuals, residual_map);
 #endif
       },

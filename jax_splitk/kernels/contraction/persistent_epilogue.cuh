@@ -12,14 +12,14 @@
 #define RESIDUAL_BARRIERS , residuals
 #define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS, residuals}
 static_assert(RESIDUAL_TYPE != FLOAT);
-using Residuals = Barriers<TEAMS, PHASED ? STORERS / 32 : 1>;
+using Residuals = Barriers<TEAMS, THREAD_STORES ? STORERS / 32 : 1>;
 #else
 #define HAS_RESIDUAL 0
 #define RESIDUAL_BARRIERS
 #define FINISHER_OF_PARAMETERS {EPILOGUE_OF_PARAMETERS}
 #endif
 
-#if HAS_RESIDUAL && !PHASED
+#if HAS_RESIDUAL && !THREAD_STORES
 #define RESIDUAL_MAP , const __grid_constant__ TensorMap residual_map
 
 // By a warp of its own, of which every lane walks, as the one that loads tiles.
@@ -28,20 +28,16 @@ __device__ inline void load_residuals(const Args& g, uint32_t results, Handover&
   const bool lead = elect_one();
   for_tiles(g, [&](const Tile& tile, int turn) {
     const int team = turn % TEAMS;
-    const uint32_t to = results + team * PACKED_BYTES;
     handover.wait_empty({team, uint32_t(turn / TEAMS & 1)});
     __syncwarp();
     if (lead) {
       uint64_t* full = &residuals.at[team];
-      const int boxes = min(COLUMN_BOXES, (g.n - tile.n + 63) / 64);
-      Barrier::arrive_and_expect_tx(full, PIXELS / 64 * boxes * BLOCK_BYTES);
-      for (int i = 0; i < boxes; ++i) {
-#pragma unroll
-        for (int row = 0; row < PIXELS; row += 64) {
-          uint8_t* box = shared_pointer(chunk_at(to, row / 64, i, 0, 0));
-          load_tile(&map, full, EVICT_FIRST, box, tile.n + i * 64, tile.group, tile.m + row);
-        }
-      }
+      int boxes = 0;
+      for_result_boxes(g, tile, 0, [&](uint32_t, int, int) { ++boxes; });
+      Barrier::arrive_and_expect_tx(full, boxes * RESULT_BOX * 128);
+      for_result_boxes(g, tile, results + team * PACKED_BYTES, [&](uint32_t box, int column, int row) {
+        load_tile(&map, full, EVICT_FIRST, shared_pointer(box), column, tile.group, row);
+      });
     }
   });
 }
@@ -63,6 +59,7 @@ __device__ inline void stage_finished(const Args& g, const Tile& tile, const Epi
   constexpr int OF_BLOCK = TILE_N / 16, ALL = M_PER_WG * OF_BLOCK;  // steps
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
   const MatrixLane matrix;
+  const ResultRows rows(g, tile);
   const auto load = [&](int step, Operands& next) {
     const int block = step / OF_BLOCK * CONSUMERS + warpgroup, j = step % OF_BLOCK * 2;
     if constexpr (BIAS != 0) {
@@ -86,9 +83,9 @@ __device__ inline void stage_finished(const Args& g, const Tile& tile, const Epi
 #if HAS_RESIDUAL
     uint32_t (&r)[4] = next.residual;
 #if SWAP
-    load_matrices_trans(matrix.at(to, block, j), r[0], r[1], r[2], r[3]);
+    load_matrices_trans(matrix.at(to, block, j, rows), r[0], r[1], r[2], r[3]);
 #else
-    load_matrices(matrix.at(to, block, j), r);
+    load_matrices(matrix.at(to, block, j, rows), r);
 #endif
 #endif
   };
@@ -110,7 +107,8 @@ __device__ inline void stage_finished(const Args& g, const Tile& tile, const Epi
 #endif
       if constexpr (ACTIVATION_LAST) v[i] = activated_fast(v[i]);
     }
-    matrix.store(to, step / OF_BLOCK * CONSUMERS + warpgroup, step % OF_BLOCK * 2, v);
+    const int block = step / OF_BLOCK * CONSUMERS + warpgroup;
+    matrix.store(matrix.at(to, block, step % OF_BLOCK * 2, rows), v);
   }
 }
 #endif
@@ -131,12 +129,12 @@ struct Finisher {
 #endif
   }
 
-  __device__ void stage([[maybe_unused]] const Args& g, [[maybe_unused]] const Tile& tile, uint32_t to,
-                        int warpgroup, const Accumulator& acc) const {
+  __device__ void stage(const Args& g, const Tile& tile, uint32_t to, int warpgroup,
+                        const Accumulator& acc) const {
 #if EPILOGUE
     stage_finished(g, tile, epilogue, to, warpgroup, acc);
 #else
-    stage_packed(to, warpgroup, acc);
+    stage_packed(to, warpgroup, acc, 0, ResultRows(g, tile));
 #endif
   }
 };

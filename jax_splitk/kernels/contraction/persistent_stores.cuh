@@ -1,11 +1,12 @@
 // How the results of a persistent kernel's tiles go from shared memory (device/packed_tile.cuh) to memory
 // (contraction/persistent.cuh).
 //
-// Rows that lie apart (PHASED) are stored by threads: those of the team that has multiplied (OWN_STORES), all
-// of a tile at once, or those of the warps beside the one that loads, a part of their rows at a time. Other
-// rows are TMA's.
+// TMA stores the rows of a tile, which are neighbours in the output: those between two lines of an image are
+// not among them (contraction/persistent_boxes.cuh). Rows of a phase are stored by threads (THREAD_STORES):
+// those of the team that has multiplied (OWN_STORES), all of a tile at once, or those of the warps beside the
+// one that loads, a part of their rows at a time.
 
-#if PHASED
+#if THREAD_STORES
 using Result = Output*;  // rows of a phase lie apart
 
 constexpr int CHUNKS_OF_ROW = CHANNELS / 8;  // of 16 bytes
@@ -27,9 +28,7 @@ struct Part {
 
   __device__ int row(int i) const { return first + i * ROWS_AT_A_TIME; }
 
-  __device__ uint32_t at(uint32_t tile, int row) const {
-    return chunk_at(tile, row / 64, chunk / 8, row % 64, chunk % 8);
-  }
+  __device__ uint32_t at(uint32_t tile, int row) const { return chunk_at(tile, chunk / 8, row, chunk % 8); }
   __device__ uint4 load(uint32_t from, int row) const { return load_shared<uint4>(at(from, row)); }
 
 #if HAS_RESIDUAL
@@ -162,22 +161,17 @@ __device__ inline void store_tiles(const Args& g, uint32_t results, Handover& ha
 #else
 using Result = TensorMap;
 
-// TMA stores boxes of 64 rows and 64 channels. Every lane walks, as the one that loads.
+// Every lane walks, as the one that loads.
 __device__ inline void store_tiles(const Args& g, uint32_t results, Handover& handover, const TensorMap& out,
                                    const Finisher&) {
   const bool lead = elect_one();
   for_tiles(g, [&](const Tile& tile, int turn) {
     const int team = turn % TEAMS;
-    const uint32_t from = results + team * PACKED_BYTES;
     Barrier::wait(&handover.full[team], turn / TEAMS & 1);
     if (lead) {
-      for (int column = 0; column < CHANNELS && tile.n + column < g.n; column += 64) {
-#pragma unroll
-        for (int row = 0; row < PIXELS; row += 64) {
-          const uint32_t box = chunk_at(from, row / 64, column / 64, 0, 0);
-          store_tile(&out, shared_pointer(box), tile.n + column, tile.group, tile.m + row);
-        }
-      }
+      for_result_boxes(g, tile, results + team * PACKED_BYTES, [&](uint32_t box, int column, int row) {
+        store_tile(&out, shared_pointer(box), column, tile.group, row);
+      });
       wait_stores_read();
       handover.release(team);
     }

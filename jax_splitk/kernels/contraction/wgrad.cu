@@ -227,7 +227,7 @@ __device__ inline void store_packed(const Place& place, uint32_t tile, int warpg
 #pragma unroll
   for (int i = 0; i < M_PER_WG * N_BLOCKS; ++i) {
     const int box = i * CONSUMERS + warpgroup, slot = box / DY_BOXES, dy_box = box % DY_BOXES;
-    const uint32_t from = chunk_at(tile, slot, dy_box, row0, chunk);
+    const uint32_t from = chunk_at(tile, dy_box, slot * SLOT + row0, chunk);
     const int k = place.column + dy_box * SLOT + chunk * 8;
     const Rows rows = place.slots[slot];
     const int end = k < place.columns ? rows.count : 0;

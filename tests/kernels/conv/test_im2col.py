@@ -188,14 +188,6 @@ def test_thread_blocks_of_one_column_load_its_weight_once(
         emulated.check(family, p, config, seed=int(rng.integers(2**31)))
 
 
-def test_a_transposed_weight_is_stationary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large forward passes have such weights. So much is not emulated."""
-    monkeypatch.setattr(im2col_config, "_TRANSPOSED_FLOPS", 0)
-    p, config = problem(FPROP, (9, 12), (3, 3), 72, 80, padding=1), Config(128, 80, 2, taps=3, workers=1)
-    assert im2col_config.transposes(p) and im2col_config.is_stationary(p, config)
-    emulated.check(im2col.FPROP, p, config, seed=3)
-
-
 def test_candidates_keep_their_weight_where_they_can() -> None:
     for size, channels in ((56, (24, 144)), (56, (96, 24)), (28, (40, 240)), (112, (16, 96))):
         p = problem(FPROP, (size, size), (1, 1), *channels, batch=128)
@@ -206,6 +198,27 @@ def test_candidates_keep_their_weight_where_they_can() -> None:
         p = problem(DGRAD, (28, 28), (3, 3), channels, channels, padding=1, batch=256)
         persistent = [c for c in IM2COL.of(p).candidates(p, DEFAULT_CUDA) if c.workers]
         assert any(im2col_config.is_stationary(p, c) for c in persistent) == fits
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("size", "kernel", "groups", "config", "box"), [
+    ((13, 20), (3, 3), 1, Config(192, 64, 3, taps=3, workers=1), 64),
+    ((13, 20), (3, 3), 2, Config(64, 128, 2, taps=3, swap=True, workers=3), 64),
+    ((11, 5), (3, 3), 1, Config(64, 64, 3, taps=3, workers=2), 32),
+    ((70,), (5,), 2, Config(64, 64, 2, taps=5, workers=2), 32),
+    ((3, 4, 6), (3, 3, 3), 1, Config(128, 64, 2, taps=3, workers=2), 64),
+    ((40, 1), (3, 3), 1, Config(64, 64, 2, taps=3, workers=3), 0),
+])  # fmt: skip
+def test_rows_between_the_lines_of_images_are_not_stored(
+    kind: type[Any], size: tuple[int, ...], kernel: tuple[int, ...], groups: int, config: Config, box: int
+) -> None:
+    """TMA stores boxes of the other rows, which overlap. Where a tile may have fewer rows than a box, threads do."""
+    channels, padding = 72 * groups, tuple((tap // 2, tap // 2) for tap in kernel)
+    p = problem(kind, size, kernel, channels, channels, groups=groups, padding=padding, batch=3)
+    macros = IM2COL.of(p).macros(p, config)
+    assert (macros["RESULT_BOX"], macros["THREAD_STORES"]) == (box, box == 0)
+    with seeded(97) as rng:
+        emulated.check(IM2COL.of(p), p, config, seed=int(rng.integers(2**31)))
 
 
 def test_groups_whose_weights_begin_off_16_bytes_are_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +274,7 @@ def test_last_blocks_of_channels_have_fewer_products(
 @pytest.mark.parametrize(("channels", "groups", "config"), [
     (80, 1, Config(128, 80, 3, workers=2)),
     (72, 2, Config(64, 80, 2, taps=3, workers=1)),
+    (72, 1, Config(128, 80, 2, taps=3, workers=1)),
     (144, 1, Config(64, 144, 3)),
     (80, 2, Config(64, 64, 4, 2, "workspace")),
 ])  # fmt: skip
