@@ -192,28 +192,35 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
     def config_refusal(self, problem: ConvProblem, config: Config) -> str | None:
         if (reason := field_refusal(config, taps=shared_taps(problem))) is not None:
             return reason
-        stages = self.stage_counts(config)
+        tiles = self._wide_tiles(problem) if config.workers else self.tiles(problem)
+        if (reason := tile_refusal(config, tiles)) is not None:
+            return reason
+        stages = self._stages(problem, config)
         if config.taps > 1 and not stages:
             tile = f"tile {config.tile_m}x{config.tile_n} of {config.taps} taps in a stage"
             return f"{tile}; accepted: {MIN_STAGES} stages that fit into {SHARED_BYTES} bytes of shared memory"
         if not config.workers:
             return field_refusal(config, swap=(False,)) or super().config_refusal(problem, config)
-        if (reason := tile_refusal(config, self._wide_tiles(problem))) is not None:
-            return reason
         if not can_persist(problem):
             p = problem
             given = f"{p.dtype} to {p.out_dtype} and {joined(p).group_channels[1]} channels of the result"
             rest = "16 bits, multiples of 8 channels, no pixels of the result without taps"
             return f"workers {config.workers} with {given}; accepted: {rest}"
-        beside = stationary_stages(problem, config) if config.workers % column_count(problem, config) == 0 else 0
         return field_refusal(
             config,
-            stages=range(MIN_STAGES, max(config.most_stages, beside) + 1),
+            stages=stages,
             splits=(1,),
             reduction=("none",),
             swap=_swaps(config.tile_n),
             workers=range(1, tile_count(problem, config) + 1),
         )
+
+    def _stages(self, problem: ConvProblem, config: Config) -> range:
+        """Numbers of stages that a config of these tiles and workers may have."""
+        stages = self.stage_counts(config)
+        if not config.workers or config.workers % column_count(problem, config):
+            return stages
+        return range(MIN_STAGES, max(stages.stop, stationary_stages(problem, config) + 1))
 
     def finishes(self, problem: ConvProblem, config: Config) -> bool:
         """Persistent thread blocks load a residual of 16 bits to where their results will be."""
@@ -276,20 +283,20 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
         if not config.workers:
             return super().work(problem, config, target)
         each = -(-tile_count(problem, config) // config.workers)  # with all its phases
-        chain, kept = sum(self.chains(problem, config)), is_stationary(problem, config)
-        by_tma = _is_stored_by_tma(problem, config)
+        chain, by_tma = sum(self.chains(problem, config)), _is_stored_by_tma(problem, config)
+        stationary = is_stationary(problem, config)
         stages = config.stage_work(each * chain, each * chain, 1, self.filled(problem, config))
-        if kept:
-            of_weight = each * chain * config.taps * config.channel_rows * ROW_BYTES
-            stages["l2_bytes"] += stationary_bytes(problem, config) - of_weight
-            stages["shared_bytes"] += stationary_bytes(problem, config) - of_weight
+        if stationary:
+            streamed = each * chain * config.taps * config.channel_rows * ROW_BYTES
+            stages["l2_bytes"] += stationary_bytes(problem, config) - streamed
+            stages["shared_bytes"] += stationary_bytes(problem, config) - streamed
         # Other warps store a tile while the next one is multiplied, a row or a part of one at a time.
         rows = each * phases(problem) * config.result_rows
         hidden = by_tma or self._stores_itself(problem, config)
         sums = config.tile_m * config.tile_n * 4
         return Work(
             **stages,
-            rows=each * tma_lines(problem, config, chain, loads_weight=not kept, stores=by_tma),
+            rows=each * tma_lines(problem, config, chain, loads_weight=not stationary, stores=by_tma),
             turns=0 if hidden else rows / 16,
             memory_bytes=problem.bytes_moved,
             memory_share=min(1.0, config.workers / target.cores),
@@ -399,7 +406,7 @@ class Im2colConv(TileFamily[ConvProblem, Config]):
 
     def _persistent_args(self, problem: ConvProblem, config: Config) -> dict[str, Field]:
         """Arguments of persistent thread blocks. `tiles`: the tiles of a phase."""
-        return {"tiles": tile_count(problem, config), "weight_bytes": stationary_bytes(problem, config)}
+        return {"tiles": tile_count(problem, config), "stationary_bytes": stationary_bytes(problem, config)}
 
     def macros(self, problem: ConvProblem, config: Config) -> dict[str, int]:
         of, is_mn = axes(problem, config.taps), is_mn_major(problem)

@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if HAS_RESIDUAL
   __shared__ Residuals residuals;
 #endif
-  const uint32_t weight = shared_stages(), stages = weight + (STATIONARY ? g.weight_bytes : 0);
+  const uint32_t weight = shared_stages(), stages = weight + (STATIONARY ? g.stationary_bytes : 0);
   const uint32_t results = stages + STAGES * STAGE_BYTES;
   const Finisher finisher = FINISHER_OF_PARAMETERS;
   run_roles<TileRoles>(

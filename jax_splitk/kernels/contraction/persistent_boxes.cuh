@@ -42,13 +42,13 @@ struct ResultRows : OwnPlaces {
 #if !THREAD_STORES
 // Calls visit(where the box is, its first column and row in the output) for each box.
 template <class Visit>
-__device__ inline void for_result_boxes(const Args& g, const Tile& tile, uint32_t tile_at,
+__device__ inline void for_result_boxes(const Args& g, const Tile& tile, uint32_t results,
                                         const Visit& visit) {
   const ResultRows rows(g, tile);
   for (int i = 0; i < COLUMN_BOXES && tile.n + i * 64 < g.n; ++i) {
     for (int begin = 0; begin < rows.count; begin += RESULT_BOX) {
       const int row = max(0, min(begin, rows.count - RESULT_BOX));
-      visit(row_at(tile_at, i, row), tile.n + i * 64, rows.first + row);
+      visit(row_at(results, i, row), tile.n + i * 64, rows.first + row);
     }
   }
 }

@@ -113,6 +113,8 @@ def test_pixels_are_joined_where_windows_have_whole_ones(
 @pytest.mark.parametrize(("config", "reason"), [
     (Config(96, 64, 4), "tile 96x64; accepted"),
     (Config(64, 32, 8), "tile 64x32; accepted"),
+    (Config(0, 0, 2), "tile 0x0; accepted"),
+    (Config(64, 0, 2, workers=1), "tile 64x0; accepted"),
     (Config(64, 64, 4, taps=3), "taps 3; accepted: 1"),
     (Config(64, 64, 8, 5, "workspace"), "splits 5; accepted for 4 blocks of k: 1 to 4"),
     (Config(64, 64, 8, 4, "workspace"), None),
