@@ -98,7 +98,8 @@ class WgmmaTile:
 
 
 def rows_of(tile_n: int) -> int:
-    """The rows of a stage for `tile_n` columns (N_ROWS in the device code). More than 32 columns take whole boxes of `BOX` rows."""
+    """The rows of a stage for `tile_n` columns (N_ROWS in the device code). More than 32 columns take whole boxes of
+    `BOX` rows."""
     return tile_n if tile_n <= BOX // 2 else -(-tile_n // BOX) * BOX
 
 
