@@ -1,7 +1,8 @@
 // The persistent kernel of contraction/im2col.cu: a thread block computes one tile after the other. While it
 // stores a tile, it multiplies the next one and loads what comes then.
 //
-// Warpgroup 0: warp 0 loads, others (STORERS) store. Consumer warpgroups multiply, and leave a tile's 16-bit
+// Warpgroup 0: warp 0 loads, others (STORERS) store: contraction/persistent_stores.cuh has THREAD_STORES, and
+// contraction/persistent_boxes.cuh RESULT_BOX. Consumer warpgroups multiply, and leave a tile's 16-bit
 // results in shared memory. Where a tile is a single warpgroup's, two of them (TEAMS) take turns at the
 // tiles, so that one multiplies while the other hands over its results, or stores them itself (OWN_STORES).
 //

@@ -3,8 +3,8 @@
 //
 // Where taps share pixels, a tile has rows between two lines of an image, which are not stored. The others
 // come first in shared memory, so that they are neighbours there, too, and TMA stores them as boxes of
-// RESULT_BOX rows. The last box overlaps the one before it. A tile has as many stored rows, or is the last
-// one.
+// RESULT_BOX rows. The last box overlaps the one before it. Each tile but the last one has at least as many
+// rows that are stored.
 
 #if PHASED && !THREAD_STORES
 // The tile's first stored row in the output, how many it has, and their places in shared memory.
