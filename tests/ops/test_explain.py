@@ -218,7 +218,9 @@ def test_equal_operations_are_counted_and_others_listed_in_order() -> None:
     there, back = [(1, 3), (3, 64), (1, 64)], [(1, 64), (3, 64)]
     for op, expected in (("conv_fprop", there), ("conv_dgrad", back), ("conv_wgrad", [*back, (1, 3)])):
         assert [(d.count, d.problem.in_channels) for d in found if d.problem.op == op] == expected
-    assert wgrads(found)[0].workspace_bytes == 0
+    limited = wgrads(found)[0]
+    assert limited.workspace_bytes == 0
+    assert all(d.implementation == "cutlass" for d in found if d is not limited)
 
 
 @on_cpu

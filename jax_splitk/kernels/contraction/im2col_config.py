@@ -32,9 +32,9 @@ from jax_splitk.problems.conv_wgrad import ConvProblem
 # TMA's im2col mode by spatial dimensions: corners of the box of window origins, and the largest filter offset.
 IM2COL_LIMITS = {1: (-(2**15), 2**15 - 1, 2**16 - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
 BARRIER_BYTES = 256  # most bytes of shared memory besides those that a launch asks for
-LEAST_ROW = 32  # bytes of an instruction's k
+_LEAST_ROW = 32  # bytes of an instruction's k
 STEPS_OF_STAGE = 4  # instructions' k of a stage with one tap: 128 bytes
-ALIGNMENT = 1024  # of stages
+_ALIGNMENT = 1024  # of stages
 _TRANSPOSED_FLOPS = 16e9  # of a pass whose weight is transposed to save rows: about 25 us
 MAX_REACH = 8  # rows of a stage beyond the tile's, for the taps that share its pixels
 _FEW_SUMS = 48  # most sums of a thread of two consumers, for two thread blocks to share the registers
@@ -194,7 +194,7 @@ def last_steps(problem: ConvProblem) -> int:
     """Instructions of the last block of a tap's channels, if it is a whole row: those with a channel. Others would
     multiply zeros."""
     rest = _channel_bytes(problem) % ROW_BYTES if row_bytes(problem) == ROW_BYTES else 0
-    return -(-(rest or ROW_BYTES) // LEAST_ROW)
+    return -(-(rest or ROW_BYTES) // _LEAST_ROW)
 
 
 def channel_blocks(problem: ConvProblem) -> int:
@@ -245,8 +245,8 @@ def stationary_bytes(problem: ConvProblem, config: Config) -> int:
     """Bytes of shared memory for the whole weight of a column of tiles, which has no zeros in place of instructions
     that the kernel has not."""
     stages, rows = chains(problem, config)[0], config.channel_rows if is_mn_major(problem) else config.channels
-    cut = stages // channel_blocks(problem) * (ROW_BYTES - last_steps(problem) * LEAST_ROW)
-    return -(-(stages * ROW_BYTES - cut) * config.taps * rows // ALIGNMENT) * ALIGNMENT
+    cut = stages // channel_blocks(problem) * (ROW_BYTES - last_steps(problem) * _LEAST_ROW)
+    return -(-(stages * ROW_BYTES - cut) * config.taps * rows // _ALIGNMENT) * _ALIGNMENT
 
 
 def stationary_stages(problem: ConvProblem, config: Config) -> int:
@@ -268,7 +268,7 @@ def weight_row(problem: ConvProblem, config: Config) -> int:
     whole parts."""
     if row_bytes(problem) < ROW_BYTES or not is_stationary(problem, config):
         return row_bytes(problem)
-    return math.gcd(last_steps(problem), STEPS_OF_STAGE) * LEAST_ROW
+    return math.gcd(last_steps(problem), STEPS_OF_STAGE) * _LEAST_ROW
 
 
 def shared_bytes(problem: ConvProblem, config: Config) -> int:

@@ -67,7 +67,7 @@ __device__ inline void load_tiles(const TensorMap& a_map, const TensorMap& b_map
       const uint32_t stage = stages + at.stage * STAGE_BYTES;
 #if STATIONARY
       const int steps = MIXED && !block.is_last() ? 4 : LAST_STEPS;
-      const int parts = turn > 0 ? 0 : BLOCKS > 1 ? 1 : steps / PART_STEPS;
+      const int parts = turn > 0 ? 0 : steps / (BLOCKS * PART_STEPS);
       const uint32_t to = block.weight;
       block.weight += Weight::offset(4 * TAPS, steps);
       block.advance();
