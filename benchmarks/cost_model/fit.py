@@ -17,7 +17,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from jax_splitk.kernels.base.family import ModelledFamily, Translated
 from jax_splitk.kernels.base.work import Work
 from jax_splitk.problems.problem import Problem
 from jax_splitk.runtime.target import DEFAULT_CUDA
+from jax_splitk.tuning.choice import Candidate
 from jax_splitk.tuning.key import problem_as_dict
 
 MEASURED = ("tensor_clock", "memory_bytes", "shared_bytes")
@@ -42,6 +43,7 @@ DIGITS = 4  # of a fitted rate
 NOISE = 0.06  # of logarithms of times within a problem; what is farther off counts less and less
 COMMON_NOISE = 0.3  # of what a problem's candidates have in common
 EVALUATIONS = 15
+MOST_COPIES = 0.5  # of the time of an adapted family, for the rest to be the time of its kernels
 OURS, XLAS = Shape(rounds=551, leaves=64, rate=0.129, least=8), Shape(rounds=300, leaves=16, least=5, common=1.0)
 
 
@@ -52,10 +54,24 @@ def fold(problem: Problem) -> int:
 
 
 def fitted(found: Iterable[Record]) -> list[Row]:
-    """The times to fit. Those of adapted families are left out: their estimates are those of the families whose kernels
-    they use, and the time of XLA's copies."""
-    own = lambda record: tuple(t for t in record.timed if not isinstance(t.candidate.family, Adapted))  # noqa: E731
-    return merged(dataclasses.replace(record, timed=own(record)) for record in found)
+    """The times to fit."""
+    return merged(each for record in found for each in _of_kernels(record))
+
+
+def _of_kernels(record: Record) -> Iterator[Record]:
+    """The record without adapted families, and a record of each adapted family's equivalent problem. The latter has the
+    times of the kernels alone: without XLA's copies, by their estimate. Times that are mostly copies are left out."""
+    problem: Any = record.problem
+    timed = [(t, t.candidate.family) for t in record.timed]
+    yield dataclasses.replace(record, timed=tuple(t for t, family in timed if not isinstance(family, Adapted)))
+    for adapted in dict.fromkeys(family for _, family in timed if isinstance(family, Adapted)):
+        copies = 1e6 * adapted.copy_seconds(problem, record.target)
+        kernels = tuple(
+            dataclasses.replace(t, candidate=Candidate(adapted.inner, t.candidate.config), us=t.us - copies)
+            for t, family in timed
+            if family is adapted and t.us is not None and copies < MOST_COPIES * t.us
+        )
+        yield dataclasses.replace(record, problem=adapted.translated(problem), timed=kernels)
 
 
 def work_of(row: Row) -> Work:

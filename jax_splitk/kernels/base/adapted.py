@@ -82,11 +82,15 @@ class Adapted(Translated[ConvProblem, _Config]):
         """Includes the arrays that XLA makes for the kernels."""
         return super().workspace_bytes(problem, config) + sum(changed for _, changed in self._copied(problem))
 
-    def estimates(self, problem: Any, configs: Sequence[_Config], target: Target) -> list[float]:
-        """The other family's estimates, and the time in which the device moves the bytes of the changes."""
+    def copy_seconds(self, problem: Any, target: Target) -> float:
+        """The time in which the device moves the bytes of the changes."""
         rates, copied = cost_model.rates(target.platform, target.device_kind), self._copied(problem)
-        seconds = sum(map(sum, copied)) / (_COPY_SHARE * rates.memory_bytes) + len(copied) * rates.reduce_seconds
-        return [own + seconds for own in self.inner.estimates(self.translated(problem), configs, target)]
+        return sum(map(sum, copied)) / (_COPY_SHARE * rates.memory_bytes) + len(copied) * rates.reduce_seconds
+
+    def estimates(self, problem: Any, configs: Sequence[_Config], target: Target) -> list[float]:
+        """The other family's estimates, and the time of the copies."""
+        copies = self.copy_seconds(problem, target)
+        return [own + copies for own in self.inner.estimates(self.translated(problem), configs, target)]
 
     def uncertainty(self, problem: Any, target: Target) -> float:
         """That of the other family: with XLA's copies 276 estimates were 4 to 11% off (H200)."""
