@@ -6,6 +6,16 @@ from typing import Any
 
 import pytest
 
+from tests.problems import generator
+
+
+def drawn(values: Iterable[Any], every: int, salt: int) -> list[Any]:
+    """One of `every` values, for tests of so many cases that share their code that each run needs only some of them.
+    Each run draws others."""
+    found = list(values)
+    chosen = generator(salt).permutation(len(found))[: -(-len(found) // every)]
+    return [found[i] for i in sorted(chosen)]
+
 
 def thinned(values: Iterable[Any], every: int, name: Callable[[Any], str] = str) -> list[Any]:
     """Parameters of a test: every `every`-th, and for `make test-all` also the others. A tuple stands for several

@@ -13,7 +13,7 @@ from jax.experimental import jet
 
 import jax_splitk
 from jax_splitk.ops.equations import walk
-from tests.exhaustive import thinned
+from tests.exhaustive import drawn, thinned
 from tests.problems import generator, seeded
 from tests.transformations import Operation, Step, assert_alike, operations, steps
 
@@ -70,8 +70,8 @@ def _nested() -> list[tuple[Operation, Step, list[Step]]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("operation", "inner", "outer"), _nested())
-def test_every_transformation_of_each_transformation(operation: Operation, inner: Step, outer: list[Step]) -> None:
+@pytest.mark.parametrize(("operation", "inner", "outer"), drawn(_nested(), 3, 64))
+def test_transformations_of_each_transformation(operation: Operation, inner: Step, outer: list[Step]) -> None:
     assert_alike(operation, [(inner, step) for step in outer])
 
 

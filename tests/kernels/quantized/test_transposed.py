@@ -19,6 +19,7 @@ from jax_splitk.quantized import QuantizedArray, prepack
 from jax_splitk.runtime import plan
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from tests import emulator, float64, formats, products
+from tests.exhaustive import drawn, thinned
 from tests.problems import seeded
 from tests.products import E4M3, HALF, Case
 
@@ -225,12 +226,9 @@ DECODED += [
     )
 ]
 DECODED = list(dict.fromkeys(DECODED))
-FEW = DECODED[::14]
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=str(case.problem), marks=[pytest.mark.exhaustive] * (case not in FEW)) for case in DECODED
-])  # fmt: skip
+@pytest.mark.parametrize("case", thinned(drawn(DECODED, 3, 65), 5, lambda case: str(case.problem)))
 def test_one_hot_activations_give_the_weight_rounded_once(case: Case) -> None:
     """The weight by its definition in float32, then rounded to x's dtype."""
     q, weight = case.every_code(case.operand)
