@@ -52,7 +52,7 @@ def found(key: Key) -> Iterator[Found]:
 
 
 def lookup(key: Key) -> Found | None:
-    """The first layer's entry for `key`; None for a miss in all of them."""
+    """The entry of the first layer that has `key`; None if no layer has it."""
     return next(found(key), None)
 
 

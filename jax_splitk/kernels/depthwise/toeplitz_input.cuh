@@ -116,7 +116,7 @@ struct Loader {
     return DOWN_W == 1 ? i : i % (CHUNKS / DOWN_W) * DOWN_W + i / (CHUNKS / DOWN_W);
   }
 
-  // Begins the copy of a stage, if there is such a one; of each in turn.
+  // Begins the copy of a stage. It is called for the stages in order, and copies nothing behind the last one.
   __device__ void load(int stage) {
     if (stage < STAGES) {
 #pragma unroll
