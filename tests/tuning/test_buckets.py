@@ -139,6 +139,8 @@ def test_a_decision_serves_fewer_rows_unless_they_have_one(
     cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = decided(key_of(32))
+    family = held.choice.family
+    assert family is not None
     put(cache, held.key, held.dumps())
     monkeypatch.setenv("JAX_SPLITK_CACHE_MODE", "frozen")
 
@@ -146,7 +148,7 @@ def test_a_decision_serves_fewer_rows_unless_they_have_one(
         return select.select(problem(rows), DEFAULT_CUDA, Options(**options), final=True)
 
     for rows in range(17, 32):
-        seconds = tiled.FAMILY.estimate(problem(rows), held.choice.config, DEFAULT_CUDA)
+        seconds = family.estimate(problem(rows), held.choice.config, DEFAULT_CUDA)
         why = f"user cache, decision of 32 rows ({seconds * 1e6:.1f} us predicted)"
         assert (chosen(rows).candidate, chosen(rows).why) == (held.choice, why)
         assert chosen(rows).problem == problem(rows)
