@@ -19,12 +19,14 @@ from benchmarks.cost_model.records import Record, Timed
 from benchmarks.pages import RESULTS
 from jax_splitk import kernels
 from jax_splitk.kernels.base import cost_model, xla
+from jax_splitk.kernels.base.adapted import Adapted
 from jax_splitk.kernels.base.family import ModelledFamily
 from jax_splitk.kernels.contraction import wgrad as im2col
 from jax_splitk.runtime.target import DEFAULT_CUDA, Target
 from jax_splitk.tuning.choice import XLA, Candidate
 from jax_splitk.tuning.key import key_for
 from jax_splitk.tuning.search import ranked
+from tests.problems import conv
 
 pytestmark = pytest.mark.exhaustive
 
@@ -56,6 +58,20 @@ def test_a_number_and_a_seed_are_always_the_same_problem() -> None:
     assert problems.draw(3, 7, DEFAULT_CUDA) == drawn(9)[7]
     small = problems.draw(3, 7, CPU, max_flops=1e6)
     assert small.problem.flops <= 1e6
+
+
+def test_times_of_padded_channels_are_those_of_the_kernels() -> None:
+    """The fit sees the padded problem, and the time without XLA's copies, unless it is mostly copies."""
+    p = conv((19, 21), (3, 3), (61, 53))
+    padded = next(f for f in kernels.families(p.op, "cuda") if f.name == "wgrad_im2col_padded")
+    assert isinstance(padded, Adapted)
+    config = im2col.Config(64, 64, 8, True, 2)
+    copies = 1e6 * padded.copy_seconds(p, DEFAULT_CUDA)
+    assert copies > 1
+    for us, kept in ((5 * copies, True), (1.5 * copies, False)):
+        rows = fit.fitted([Record(p, DEFAULT_CUDA, (Timed(XLA, 99.0), Timed(Candidate(padded, config), us)))])
+        found = [(row.problem, row.candidate.name, row.candidate.config, row.us) for row in rows]
+        assert found == [(padded.translated(p), "wgrad_im2col", config, us - copies)] * kept
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the sizes are for the CPU")
