@@ -70,7 +70,7 @@ def _nested() -> list[tuple[Operation, Step, list[Step]]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("operation", "inner", "outer"), drawn(_nested(), 3, 64))
+@pytest.mark.parametrize(("operation", "inner", "outer"), drawn(_nested(), 4, 64))
 def test_transformations_of_each_transformation(operation: Operation, inner: Step, outer: list[Step]) -> None:
     assert_alike(operation, [(inner, step) for step in outer])
 
